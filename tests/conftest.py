@@ -109,13 +109,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count the calls of each fused Function of the layers."""
     from fastpack.layers import mlp, project
 
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
 
     def count(module: Any, name: str) -> None:
-        found[name], stock = 0, getattr(module, name)
+        result[name], stock = 0, getattr(module, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
+            result[name] += 1
             return stock(*args, **kwargs)
 
         monkeypatch.setattr(module, name, counted)
@@ -123,7 +123,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     count(project, "project")
     count(project, "add_updates")
     count(mlp, "gated_mlp")
-    return found
+    return result
 
 
 @pytest.fixture

@@ -141,8 +141,8 @@ class Gradients(TrainerCallback):
 
 def _whole(gradient: Any) -> Tensor:
     """Return a copy on the CPU, whole if the gradient is sharded."""
-    found: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return found.detach().to("cpu", copy=True)
+    result: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return result.detach().to("cpu", copy=True)
 
 
 def watch_batches(trainer: Any) -> list[list[tuple[int, ...]]]:

@@ -62,7 +62,7 @@ def test_short_paths(name: str) -> None:
 
 def test_importing_it_imports_nothing_else() -> None:
     code = "import sys; before = {*sys.modules}; import fastpack, fastpack.metrics; print(*({*sys.modules} - before))"
-    found = run(code).split()
-    assert [name for name in found if name.split(".")[0] not in (*sys.stdlib_module_names, "fastpack")] == []
-    assert "fastpack.trainers.metrics" not in found
+    result = run(code).split()
+    assert [name for name in result if name.split(".")[0] not in (*sys.stdlib_module_names, "fastpack")] == []
+    assert "fastpack.trainers.metrics" not in result
     assert "torch" in run(f"{code.replace('print', 'fastpack.PackedSeqLens; print')}").split(), "control"

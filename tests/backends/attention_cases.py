@@ -202,12 +202,12 @@ def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
     """
     assert outcome.grads.keys() == truth.grads.keys()
     largest = max(float(g.abs().max()) for g in truth.grads.values())
-    found = {"out": _error(outcome.out, truth.out, float(truth.out.abs().max()))}
+    result = {"out": _error(outcome.out, truth.out, float(truth.out.abs().max()))}
     for name, grad in truth.grads.items():
         own = float(grad.abs().max())
         may_vanish = name == "sinks" or own < 1e-6 * largest
-        found[name] = _error(outcome.grads[name], grad, largest if may_vanish else own)
-    return found
+        result[name] = _error(outcome.grads[name], grad, largest if may_vanish else own)
+    return result
 
 
 def _error(value: Tensor, truth: Tensor, scale: float) -> float:
@@ -248,6 +248,6 @@ def assert_exact(run: Run, case: Case, dtype: torch.dtype, device: str = "cpu") 
     outcome = measure(run, case.make(dtype, device))
     assert outcome.out.dtype == dtype
     assert all(grad.dtype == dtype for grad in outcome.grads.values())
-    found, allowed = errors(outcome, truth_of(case, device)), bounds(case, dtype, device)
-    too_far = {name: (error, allowed[name]) for name, error in found.items() if not error <= allowed[name]}
+    result, allowed = errors(outcome, truth_of(case, device)), bounds(case, dtype, device)
+    too_far = {name: (error, allowed[name]) for name, error in result.items() if not error <= allowed[name]}
     assert not too_far, f"error and what is allowed: {too_far}"

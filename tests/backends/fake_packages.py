@@ -26,17 +26,17 @@ from torch import Tensor
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> types.ModuleType:
     """An importable module of this name, for the length of the test; hung under its parent where that is one too."""
-    made = types.ModuleType(name)
+    built = types.ModuleType(name)
     origin = "a stand-in" if attributes else None  # a folder without code of its own has none
-    made.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, origin=origin, is_package=True)
-    made.__path__ = []  # a package without anything beside what is put into sys.modules
+    built.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, origin=origin, is_package=True)
+    built.__path__ = []  # a package without anything beside what is put into sys.modules
     for key, value in attributes.items():
-        setattr(made, key, value)
-    monkeypatch.setitem(sys.modules, name, made)
+        setattr(built, key, value)
+    monkeypatch.setitem(sys.modules, name, built)
     parent, _, child = name.rpartition(".")
     if parent in sys.modules:
-        monkeypatch.setattr(sys.modules[parent], child, made, raising=False)
-    return made
+        monkeypatch.setattr(sys.modules[parent], child, built, raising=False)
+    return built
 
 
 def attention(

@@ -58,8 +58,8 @@ def test_the_cover_is_one() -> None:
 @pytest.mark.parametrize("case", EVERYTHING, ids=str)
 def test_plain_torch_and_the_formula_agree(case: Case) -> None:
     """The two yardsticks of these tests are independent of each other; so are their gradients."""
-    found = errors(measure(plain, case.make(torch.float64)), truth_of(case, "cpu"))
-    assert max(found.values()) < 1e-12, found
+    result = errors(measure(plain, case.make(torch.float64)), truth_of(case, "cpu"))
+    assert max(result.values()) < 1e-12, result
 
 
 @in_cpu_dtypes(EVERYTHING)
@@ -93,8 +93,8 @@ def test_naive_concatenation_fails_the_same_check(backend: str) -> None:
     case = Case()
     call = case.make(torch.float32)
     naive = replace(call, packed=PackedSeqLens.from_lengths([call.packed.total_tokens]))
-    found = errors(measure(BACKENDS[backend].run, naive), truth_of(case, "cpu"))
-    assert min(found.values()) > 0.1, found
+    result = errors(measure(BACKENDS[backend].run, naive), truth_of(case, "cpu"))
+    assert min(result.values()) > 0.1, result
 
 
 @pytest.mark.parametrize("backend", ["reference", "segments"])

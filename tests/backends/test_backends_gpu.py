@@ -223,8 +223,8 @@ def test_the_yardstick_is_sound() -> None:
     """Plain torch in bfloat16 is neither exact nor far off, so that 1.5 times its error means something."""
     from attention_cases import errors, plain, truth_of
 
-    found: Outcome = measure(plain, Case().make(BF16, "cuda"))
-    own = errors(found, truth_of(Case(), "cuda"))
+    result: Outcome = measure(plain, Case().make(BF16, "cuda"))
+    own = errors(result, truth_of(Case(), "cuda"))
     assert set(own) == {"out", "q", "k", "v"}
     assert all(1e-4 < error < 0.03 for error in own.values()), own
     assert LENGTHS["mixed"][:3] == (7, 1, 19)

@@ -205,7 +205,7 @@ def test_reason(
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "gpu", "wanted"),
+    ("backend", "dtype", "gpu", "target"),
     [
         (torch_varlen, HALF, T4, "8.0"),
         (mem_efficient, BF16, T4, "8.0"),
@@ -217,13 +217,13 @@ def test_reason(
     ],
 )
 def test_old_gpus(
-    backend: Any, dtype: torch.dtype, gpu: tuple[int, int], wanted: str, machine: Machine, monkeypatch: Any
+    backend: Any, dtype: torch.dtype, gpu: tuple[int, int], target: str, machine: Machine, monkeypatch: Any
 ) -> None:
     fake_packages.install_xformers(monkeypatch)
     machine(*gpu)
-    message = f"needs compute capability {wanted}, this GPU has {gpu[0]}.{gpu[1]}"
+    message = f"needs compute capability {target}, this GPU has {gpu[0]}.{gpu[1]}"
     assert message in str(backend.rejects(shape(dtype=dtype)))
-    machine(*(int(n) for n in wanted.split(".")))
+    machine(*(int(n) for n in target.split(".")))
     assert backend.rejects(shape(dtype=dtype)) is None
 
 

@@ -135,13 +135,13 @@ def test_block_mask_is_what_torch_makes(lengths: list[int], window: int | None) 
     for side in ("kv", "q"):  # the second is what the backward walks
         for kind in ("", "full_"):
             count, indices = (f"{kind}{side}_num_blocks", f"{kind}{side}_indices")
-            found = dense_blocks(getattr(mine, count), getattr(mine, indices))
-            assert torch.equal(found, dense_blocks(getattr(theirs, count), getattr(theirs, indices))), count
+            actual = dense_blocks(getattr(mine, count), getattr(mine, indices))
+            assert torch.equal(actual, dense_blocks(getattr(theirs, count), getattr(theirs, indices))), count
     # inside the blocks that are neither full nor empty, token by token
     token = torch.arange(sum(lengths))
     zero = torch.zeros((), dtype=torch.long)
-    wanted = visible(zero, zero, token[:, None], token)
-    assert torch.equal(mine.mask_mod(zero, zero, token[:, None], token), wanted)
+    expected = visible(zero, zero, token[:, None], token)
+    assert torch.equal(mine.mask_mod(zero, zero, token[:, None], token), expected)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

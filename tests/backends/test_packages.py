@@ -111,10 +111,10 @@ def test_sinks_without_a_gradient_are_served_by_4(machine: Machine, monkeypatch:
 def test_a_gradient_of_anything_counts(leaf: str) -> None:
     call = Case(sinks=True).make(FLOAT, requires_grad=False)
     assert call.shape.needs_grad is False
-    wanted = replace(call, **{leaf: getattr(call, leaf).requires_grad_()})
-    assert wanted.shape.needs_grad is True
+    target = replace(call, **{leaf: getattr(call, leaf).requires_grad_()})
+    assert target.shape.needs_grad is True
     with torch.no_grad():
-        assert replace(wanted).shape.needs_grad is False
+        assert replace(target).shape.needs_grad is False
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_naive_concatenation_fails_the_same_check() -> None:
     case = Case()
     call = case.make(FLOAT)
     naive = replace(call, packed=PackedSeqLens.from_lengths([call.packed.total_tokens]))
-    found = errors(measure(triton_packed.run, naive), truth_of(case, "cpu"))
-    assert min(found.values()) > 0.1, found
+    result = errors(measure(triton_packed.run, naive), truth_of(case, "cpu"))
+    assert min(result.values()) > 0.1, result
 
 
 @interpreted
@@ -110,9 +110,9 @@ def test_sequences_that_do_not_count_are_left_out(sinks: bool) -> None:
     want = all_of(alone, offsets(0, 5, 45), grad[:45])
     for tensor in (call.q, call.k, call.v, grad):
         tensor[45:] = float("nan")
-    found = all_of(call, call.packed.cu_seqlens, grad, torch.tensor([45], dtype=torch.int32))
-    assert same([t[:45] for t in found], want)
-    out, lse, *grads = found
+    result = all_of(call, call.packed.cu_seqlens, grad, torch.tensor([45], dtype=torch.int32))
+    assert same([t[:45] for t in result], want)
+    out, lse, *grads = result
     assert not any(t[45:].any() for t in (out, *grads))
     assert lse[45:].min() >= 1e29, "whatever a sink is, it has no weight there"
     assert all(t[45:].isnan().any() for t in all_of(call, call.packed.cu_seqlens, grad)), "the check can fail"
@@ -329,13 +329,13 @@ def test_a_recorded_launch_serves_other_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         recorded = step()
-    found = []
+    result = []
     for end in ends:
         cu_seqlens.copy_(end)
         graph.replay()
         assert same(recorded, step())
-        found.append(recorded[0].clone())
-    assert not torch.equal(found[0], found[1])
+        result.append(recorded[0].clone())
+    assert not torch.equal(result[0], result[1])
 
 
 @pytest.mark.gpu

@@ -100,14 +100,14 @@ def test_shared_walks_are_what_one_program_makes(
     rows = torch.tensor([sum(lengths[:-1])], dtype=torch.int32, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     grad = torch.randn(call.q.shape, generator=generator, device="cuda", dtype=call.q.dtype)
-    found, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
+    result, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
     assert arrivals is not None
     assert arrivals.max() == attention_backward.MOST_PIECES
-    assert all(same(found, all_of(call, call.packed.cu_seqlens, grad, rows)) for _ in range(20))
+    assert all(same(result, all_of(call, call.packed.cu_seqlens, grad, rows)) for _ in range(20))
     monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
     alone, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
     assert arrivals is None
-    assert same(found[:3], alone[:3])
-    for shared, other in zip(found[3:], alone[3:], strict=True):
+    assert same(result[:3], alone[:3])
+    for shared, other in zip(result[3:], alone[3:], strict=True):
         assert relative(shared, other) <= 2**-7  # a step of bfloat16
         assert not shared[rows.item() :].any()

@@ -58,8 +58,8 @@ def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
     errors: dict[str, list[float]] = {}
     for name, run in runs.items():
         with contextlib.nullcontext() if name == PLAIN else contextlib.suppress(torch.OutOfMemoryError):
-            found = results(run, leaves(inputs), seed)
-            errors[name] = [relative(ours, true, size=size) for ours, true in zip(found, truth, strict=True)]
+            result = results(run, leaves(inputs), seed)
+            errors[name] = [relative(ours, true, size=size) for ours, true in zip(result, truth, strict=True)]
     return errors
 
 
@@ -67,21 +67,21 @@ def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
     """Copies of the inputs, float tensors in ``dtype`` if given, that autograd sees as its own leaves."""
 
     def leaf(value: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        return value.detach().to(wanted, copy=True).requires_grad_(value.requires_grad)
+        expected = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return value.detach().to(expected, copy=True).requires_grad_(value.requires_grad)
 
     copied: Inputs = tree_map_only(Tensor, leaf, inputs)
     return copied
 
 
-def results(run: Run, given: Inputs, seed: int) -> list[Tensor]:
+def results(run: Run, kwargs: Inputs, seed: int) -> list[Tensor]:
     """Return the results of ``run``, and the gradients for random gradients of those, where anything has one."""
-    outputs = tree_leaves(run(*given))
+    outputs = tree_leaves(run(*kwargs))
     kept = [out.detach().clone() for out in outputs]
-    wanted = trained(given)
-    if not wanted:
+    expected = trained(kwargs)
+    if not expected:
         return kept
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
     # of bfloat16's precision, so that every dtype gets the same
     grads = [grad.bfloat16().to(grad.dtype) for grad in random_gradients(outputs, generator)]
-    return [*kept, *torch.autograd.grad(outputs, wanted, grads)]
+    return [*kept, *torch.autograd.grad(outputs, expected, grads)]

@@ -34,10 +34,10 @@ def maker(tokens: int, dtype: torch.dtype = torch.float32, sizes: Any = SMALL) -
 @pytest.mark.parametrize("tokens", [2, 7])
 @pytest.mark.parametrize("name", CASES)
 def test_every_implementation_is_exact(name: str, tokens: int) -> None:
-    found = check(CASES[name], maker(tokens))
-    assert PLAIN in found
-    assert len(found) > 1 or name == "attention"  # of which a CPU has the one
-    assert all(share <= 1 for share in found.values()), found
+    result = check(CASES[name], maker(tokens))
+    assert PLAIN in result
+    assert len(result) > 1 or name == "attention"  # of which a CPU has the one
+    assert all(share <= 1 for share in result.values()), result
 
 
 LORA = ["lora_qkv", "lora_mlp", "lora_qkv_4bit", "lora_mlp_4bit"]
@@ -45,9 +45,9 @@ LORA = ["lora_qkv", "lora_mlp", "lora_qkv_4bit", "lora_mlp_4bit"]
 
 @pytest.mark.parametrize("name", ["rope", "norm_rope", "rms_norm", "layer_norm", "swiglu", "geglu", *LORA])
 def test_in_half_precision_against_torchs_own_error(name: str) -> None:
-    found = check(CASES[name], maker(63, torch.bfloat16))
-    assert 0.3 < found[PLAIN] < 0.67, "of 1.5 times its own error, or one rounding where that is more"
-    assert all(share <= 1 for share in found.values()), found
+    result = check(CASES[name], maker(63, torch.bfloat16))
+    assert 0.3 < result[PLAIN] < 0.67, "of 1.5 times its own error, or one rounding where that is more"
+    assert all(share <= 1 for share in result.values()), result
 
 
 @pytest.mark.parametrize("name", LORA)
@@ -77,8 +77,8 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype) -> None:
             return grad * 1.05 if wrong == "gradient" else grad
 
     def runs(inputs: Any) -> Any:
-        found = case.runs(inputs)
-        return found | {"off": lambda gate, up: found[PLAIN](Off.apply(gate), up)}
+        result = case.runs(inputs)
+        return result | {"off": lambda gate, up: result[PLAIN](Off.apply(gate), up)}
 
     assert check(replace(case, runs=runs), maker(7, dtype))["off"] > 1
 
@@ -93,13 +93,13 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype) -> None:
 def test_medians_of_several_draws_are_compared(
     ours: list[float], share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [{PLAIN: [plain], OURS: [of_us]} for plain, of_us in zip((0.01, 0.011, 0.009), ours, strict=True)]
+    built = [{PLAIN: [plain], OURS: [of_us]} for plain, of_us in zip((0.01, 0.011, 0.009), ours, strict=True)]
     for make, count in ((maker(7, torch.bfloat16), 3), (maker(7), 1)):
-        left = iter(made)
+        left = iter(built)
         monkeypatch.setattr(op_exactness, "_errors_of_a_draw", lambda *_, left=left: next(left))
-        found = check(CASES["swiglu"], make)[OURS]
-        assert len(made) - len(list(left)) == count
-        assert count == 1 or found == pytest.approx(share)
+        result = check(CASES["swiglu"], make)[OURS]
+        assert len(built) - len(list(left)) == count
+        assert count == 1 or result == pytest.approx(share)
 
 
 def test_one_that_has_no_memory_hides_no_other() -> None:
@@ -108,8 +108,8 @@ def test_one_that_has_no_memory_hides_no_other() -> None:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no")
 
-    found = check(replace(case, runs=lambda inputs: case.runs(inputs) | {LIGER: fails}), maker(7, torch.bfloat16))
-    assert found.keys() == {PLAIN, OURS}
+    result = check(replace(case, runs=lambda inputs: case.runs(inputs) | {LIGER: fails}), maker(7, torch.bfloat16))
+    assert result.keys() == {PLAIN, OURS}
     with pytest.raises(torch.OutOfMemoryError):
         check(replace(case, runs=lambda inputs: case.runs(inputs) | {PLAIN: fails}), maker(7, torch.bfloat16))
 
@@ -190,7 +190,7 @@ def test_one_token(name: str) -> None:
 def test_an_op_without_gradients_is_timed_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     grad = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *given: (asked.append(given), grad(*given))[1])
+    monkeypatch.setattr(torch.autograd, "grad", lambda *kwargs: (asked.append(kwargs), grad(*kwargs))[1])
     rows = measured(CASES["dequantize"])
     assert all(row.both is not None and row.error is None for row in rows)
     assert not asked
@@ -236,12 +236,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     if torch.cuda.is_available():
         pytest.skip("written for a CPU")
     monkeypatch.setattr(runner, "measure", lambda: CEILING)
-    found = tmp_path / "ops.json"
-    flags = ["--tokens", "4", "9", "--json", str(found)]
+    result = tmp_path / "ops.json"
+    flags = ["--tokens", "4", "9", "--json", str(result)]
     assert main(["bench", "--ops", "rope", "linear_cross_entropy", *flags]) == 0
     printed = capsys.readouterr().out
     assert "rope: rotary embedding of q and k" in printed
-    record = json.loads(found.read_text())
+    record = json.loads(result.read_text())
     assert {(row["op"], row["tokens"]) for row in record["ops"]} == {
         (op, tokens) for op in ("rope", "linear_cross_entropy") for tokens in (4, 9)
     }
@@ -260,8 +260,8 @@ def test_on_a_gpu(name: str, sizes: Any) -> None:
     """An odd number of tokens, which no block size divides; against Liger where it is installed."""
     torch.compiler.reset()  # what was compiled before may run its backward but once
     make = Maker(127 if sizes is SMALL else 2047, sizes, torch.bfloat16, torch.Generator(torch.device("cuda")))
-    found = check(CASES[name], make)
-    assert all(share <= 1 for implementation, share in found.items() if implementation not in (PLAIN, LIGER)), found
+    result = check(CASES[name], make)
+    assert all(share <= 1 for implementation, share in result.items() if implementation not in (PLAIN, LIGER)), result
     for row in run_case(CASES[name], make, CEILING):
         assert row.error is None
         assert row.both is not None

@@ -50,9 +50,9 @@ def test_lengths_from_files_and_numbers(tmp_path: Path) -> None:
 
 def test_rows_of_a_batch() -> None:
     assert sequences(PAIRS) == [12, 16, 5, 7]
-    made = make_pairs(PAIRS, 100, seed=0)
-    assert [tuple(len(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")) for row in made] == PAIRS
-    assert made[0]["chosen_ids"] != made[0]["rejected_ids"][:7]
+    built = make_pairs(PAIRS, 100, seed=0)
+    assert [tuple(len(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")) for row in built] == PAIRS
+    assert built[0]["chosen_ids"] != built[0]["rejected_ids"][:7]
 
 
 def flags(*arguments: str) -> argparse.Namespace:

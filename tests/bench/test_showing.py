@@ -41,9 +41,9 @@ def outcome(results: list[RunResult], floor: float = 3000.0) -> Outcome:
     return Outcome(settings, results, verdict, CEILING, floor, {"device": "a GPU"}, {"stock + FA2": "needs a GPU"})
 
 
-def printed(found: Outcome) -> str:
+def printed(result: Outcome) -> str:
     shown = io.StringIO()
-    print_outcome(found, Console(width=140, file=shown))
+    print_outcome(result, Console(width=140, file=shown))
     return shown.getvalue()
 
 
@@ -69,8 +69,8 @@ def test_empty_columns_are_left_out() -> None:
 def test_a_narrow_terminal_shows_every_number() -> None:
     """Headings and names fold, numbers stay whole."""
     shown = io.StringIO()
-    found = outcome([made_up("stock + FA2 + Liger", 1000), made_up("fastpack collated", 1800)])
-    print_outcome(found, Console(width=100, file=shown))
+    result = outcome([made_up("stock + FA2 + Liger", 1000), made_up("fastpack collated", 1800)])
+    print_outcome(result, Console(width=100, file=shown))
     assert all(len(line) <= 100 for line in shown.getvalue().splitlines())
     assert all(figure in shown.getvalue() for figure in ("1,800", "1.80", "60%", "10.00", "12.5"))
     assert "…" not in shown.getvalue()
@@ -99,20 +99,20 @@ def test_out_of_memory_is_shown() -> None:
         made_up("stock padding_free", 5),
         made_up("fastpack", 9),
     ]
-    found = outcome(results)
-    assert "out of memory" in printed(found)
-    assert found.row_dict(results[2])["times_best_stock"] == pytest.approx(9 / 5)
-    assert found.to_dict()["variants"][0]["error"] == "out of memory"
+    result = outcome(results)
+    assert "out of memory" in printed(result)
+    assert result.row_dict(results[2])["times_best_stock"] == pytest.approx(9 / 5)
+    assert result.to_dict()["variants"][0]["error"] == "out of memory"
 
 
 def test_medians() -> None:
     row = RunResult("fastpack", seconds=[1.0, 1.0, 4.0], tokens=[10, 20, 40], slots=100)
-    found = outcome([row], floor=40.0).row_dict(row)
-    assert found["tokens_per_second"] == row.tokens_per_second == 10
-    assert found["step_median"] == 1
-    assert found["padding_share"] == pytest.approx(0.3)
-    assert found["tokens_per_second_overall"] == pytest.approx(70 / 6)
-    assert (found["floor_share"], found["times_best_stock"]) == (0.25, None)
+    result = outcome([row], floor=40.0).row_dict(row)
+    assert result["tokens_per_second"] == row.tokens_per_second == 10
+    assert result["step_median"] == 1
+    assert result["padding_share"] == pytest.approx(0.3)
+    assert result["tokens_per_second_overall"] == pytest.approx(70 / 6)
+    assert (result["floor_share"], result["times_best_stock"]) == (0.25, None)
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -171,7 +171,7 @@ def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("held", "flags", "said"),
+    ("references", "flags", "said"),
     [
         ("[true, 5]", (), "a.json: pass lengths of rows as whole numbers from 2 on"),
         ("[1, 5]", (), "one token alone has nothing to predict"),
@@ -183,11 +183,11 @@ def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeyp
     ],
 )
 def test_lengths_that_can_not_be_trained_on(
-    held: str, flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    references: str, flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_run", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "a.json").write_text(held)
+    (tmp_path / "a.json").write_text(references)
     with pytest.raises(FastpackError, match=said):
         bench.main(["--lengths", str(tmp_path / "a.json"), *flags])
 
@@ -245,14 +245,14 @@ def test_no_variant_runs_after_losses_that_disagree(monkeypatch: pytest.MonkeyPa
     names = [row.variant for row in rows]
     ran = stand_in(monkeypatch, rows)
     settings = RunSettings("", lengths="8", steps=5)
-    found = runner.run_all(settings, names, left_out={"stock + FA2": "needs a GPU"}, on_gpu=False)
+    result = runner.run_all(settings, names, left_out={"stock + FA2": "needs a GPU"}, on_gpu=False)
     assert ran[1:] == names[:2]
-    assert not found.verdict.agree
-    assert found.left_out == {
+    assert not result.verdict.agree
+    assert result.left_out == {
         "stock + FA2": "needs a GPU",
         "fastpack": "was not run: 'stock padded' and 'stock padding_free' disagree",
     }
-    record = found.to_dict()
+    record = result.to_dict()
     assert [row["losses"] for row in record["variants"]] == [[2.0] * 6, [3.0] * 6]
     assert {name for row in record["variants"] for name in row} == set(runner.WITHOUT_SPEED)
     assert {"seconds", "step_median", "floor_share"} <= set(outcome(rows[:1]).to_dict()["variants"][0])
@@ -284,8 +284,8 @@ def test_each_variant_is_reported_as_it_ends(
     stand_in(monkeypatch, rows)
     names = [row.variant for row in rows]
     settings = RunSettings("", lengths="8", steps=5)
-    found = runner.run_all(settings, names, left_out={}, on_gpu=False)
-    assert found.floor_rate == pytest.approx(5 * 16 * 8 / (needed_flops(settings) / CEILING.flops))
+    result = runner.run_all(settings, names, left_out={}, on_gpu=False)
+    assert result.floor_rate == pytest.approx(5 * 16 * 8 / (needed_flops(settings) / CEILING.flops))
     assert capsys.readouterr().err.splitlines() == [
         "stock padded: 500 real tokens/s",
         "fastpack: out of memory",

@@ -167,13 +167,13 @@ def test_the_verdict_names_the_worst() -> None:
 
 
 def test_the_verdict_says_what_was_compared() -> None:
-    for norms, said in (
+    for norms, message in (
         ([1.0, 1.0], "losses of the first 2 steps and gradients of 2 of them agree"),
         ([1.0], "losses of the first 2 steps and gradients of 1 of them agree"),
         ([], "losses of the first 2 steps and gradients of 0 of them agree"),
     ):
         verdict = compare([result_of(name, [2.0, 2.0], norms) for name in ("a", "b")], half=False)
-        assert str(verdict).startswith(said)
+        assert str(verdict).startswith(message)
     results = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
     assert "gradients of 0 of them" in str(compare(results, half=False))
 
@@ -277,10 +277,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Two variants in processes of their own, and everything that is written."""
     if torch.cuda.is_available():
         pytest.skip("written for a CPU")
-    found, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    result, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     flags = ["--shape", "tiny", "--rows", "2", "--steps", "2", "--warmup", "1", "--max-length", "24", "--loop", "plain"]
     only = ["--only", "stock padded", "fastpack packed"]
-    assert main(["bench", *flags, *only, "--json", str(found), "--plot", str(picture)]) == 0
+    assert main(["bench", *flags, *only, "--json", str(result), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     for text in (
         "stock padded",
@@ -291,7 +291,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert text in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
-    record = json.loads(found.read_text())
+    record = json.loads(result.read_text())
     assert record["verdict"]["agree"] is True
     assert record["floor_tokens_per_second"] > 0
     for row in record["variants"]:

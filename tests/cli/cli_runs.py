@@ -53,10 +53,10 @@ def run_dpo(work: Path, *flags: str) -> dict[str, Any]:
     return results
 
 
-def assert_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def assert_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
     # libraries may log errors of their own
     (line,) = (line for line in printed.err.splitlines() if line.startswith(f"fastpack {arguments[0]}: error: "))
-    assert said in line
+    assert message in line
     assert "Traceback" not in printed.err

@@ -38,9 +38,9 @@ def test_patched_and_stock_have_the_same_losses(work: Path, capsys: pytest.Captu
     assert summary["padding_share"] == pytest.approx(1 - summary["real_tokens"] / summary["slots"])
     assert 0.2 < summary["padding_share"] < 0.8
 
-    for text, said in ((printed, "the patched backbone skipped them"), (stock_printed, "without --no_patch")):
+    for text, message in ((printed, "the patched backbone skipped them"), (stock_printed, "without --no_patch")):
         (line,) = (line for line in text.splitlines() if line.startswith("hint:"))
-        assert said in line
+        assert message in line
     for row in ("steps", "loss, first to last", "real tokens/s", "slots that were padding", "peak memory", "tier"):
         assert row in printed
 
@@ -248,7 +248,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said", "unsaid", "code"),
+    ("result", "message", "unsaid", "code"),
     [
         ({"transformers": "5.5.9"}, ["5.5.9: too old", "pip install 'transformers"], ["not tried"], 1),
         ({"trl": "1.99.0"}, ["1.99.0: not tried"], ["too old"], 0),
@@ -256,8 +256,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_doctor_names_what_is_too_old_or_was_not_tried(
-    found: dict[str, str],
-    said: list[str],
+    result: dict[str, str],
+    message: list[str],
     unsaid: list[str],
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,11 +265,11 @@ def test_doctor_names_what_is_too_old_or_was_not_tried(
 ) -> None:
     from fastpack.cli import doctor
 
-    versions = {"transformers": "5.6.0", "torch": "2.11.0+cu128", **found}
+    versions = {"transformers": "5.6.0", "torch": "2.11.0+cu128", **result}
     monkeypatch.setattr(doctor, "version_of", versions.get)
     assert main(["doctor"]) == code
     printed = capsys.readouterr().out
-    assert [text for text in [*said, "not installed"] if text not in printed] == []
+    assert [text for text in [*message, "not installed"] if text not in printed] == []
     assert [text for text in unsaid if text in printed] == []
 
 

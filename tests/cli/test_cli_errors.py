@@ -13,7 +13,7 @@ from fastpack import cli as commands
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"--dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: there is nothing there"),
         ({"--dataset_name": None}, "pass --data (or --dataset_name)"),
@@ -47,7 +47,7 @@ from fastpack import cli as commands
     ],
 )
 def test_errors_are_one_line(
-    work: Path, change: dict[str, str | None], said: str, capsys: pytest.CaptureFixture[str]
+    work: Path, change: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((work / "llama.json").read_text())
     files = {"bad": "a: [1", "data": "data: rows.jsonl", "graphs": "graphs: always", "dtype": "dtype: foo"}
@@ -63,7 +63,7 @@ def test_errors_are_one_line(
             arguments[arguments.index(flag) + 1] = value
         else:
             arguments += [flag, value]
-    assert_one_line(arguments, said, capsys)
+    assert_one_line(arguments, message, capsys)
 
 
 def test_kernels_that_nothing_here_can_run(
@@ -80,7 +80,7 @@ def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: 
     (tmp_path / "notes.doc").write_text("Why?")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "null.jsonl").write_text('{"text": "Why?"}\n{"text": null}\n')
-    for name, said in (
+    for name, message in (
         ("empty.jsonl", "empty.jsonl holds no rows"),
         ("null.jsonl", "has 1 row without a value of 'text'"),
         ("odd.jsonl", "has the columns answer, question"),
@@ -89,7 +89,7 @@ def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: 
     ):
         arguments = sft_flags(work)
         arguments[arguments.index("--dataset_name") + 1] = str(tmp_path / name)
-        assert_one_line(arguments, said, capsys)
+        assert_one_line(arguments, message, capsys)
 
 
 def test_an_encoder_and_a_foreign_tokenizer_are_refused(
@@ -101,10 +101,10 @@ def test_an_encoder_and_a_foreign_tokenizer_are_refused(
     (tmp_path / "small.json").write_text(json.dumps({**config, "vocab_size": 97}))
     small = BertConfig(vocab_size=1024, **SIZES)
     (tmp_path / "bert.json").write_text(small.to_json_string())
-    for name, said in (("small.json", "ids, the model embeds 97"), ("bert.json", "is an encoder")):
+    for name, message in (("small.json", "ids, the model embeds 97"), ("bert.json", "is an encoder")):
         arguments = sft_flags(work)
         arguments[arguments.index("--random_init") + 1] = str(tmp_path / name)
-        assert_one_line(arguments, said, capsys)
+        assert_one_line(arguments, message, capsys)
 
 
 def test_a_missing_package_is_named_with_its_install_command(
@@ -126,7 +126,7 @@ def test_a_trl_that_needs_a_gpu_is_named(
 def test_a_launcher_of_many_processes(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Contestants would be started by each, and look for the others."""
+    """Each process would start the variants again."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert_one_line([command], "runs in one process, but 2 were started: call it without torchrun", capsys)

@@ -96,28 +96,28 @@ def test_a_run_that_breaks_off_is_named(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "words"),
     [
         (["--plot", "nowhere/plot.png"], "there is no folder"),
         (["--plot", "plot.xyz"], "ends in one of .png"),
         (["--json", "."], "--json .: it is a folder"),
     ],
 )
-def test_bad_flags_are_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_one_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fastpack demo: error: ")
-    assert said in line
+    assert words in line
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "words"),
     [(["--steps", "2"], "--steps: 2: pass 3 or more"), (["--rows", "3"], "--rows: 3: pass 16 or more")],
 )
-def test_too_few_to_compare(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_to_compare(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", *flags])
-    assert said in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_data_are_the_same_for_the_same_seed() -> None:

@@ -52,9 +52,9 @@ EXACT = Task(("exact",), "auto", Setting())
 
 @trains_on_cpu
 def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = tmp_path / "run.json"
-    assert smoke_main(["mamba", "--json", str(found), *ON_CPU]) == 0
-    record = Record.read(found)
+    result = tmp_path / "run.json"
+    assert smoke_main(["mamba", "--json", str(result), *ON_CPU]) == 0
+    record = Record.read(result)
     assert [row.mode for row in record.rows] == list(USUAL)
     assert record.versions.keys() >= {"transformers", "torch", "trl", "fastpack", "python"}
     for row in record.rows:
@@ -75,10 +75,10 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_verified_alone_in_half_precision(model_type: str, tmp_path: Path) -> None:
     """Experts too, which the other modes prove in float32 where no row names what chooses."""
-    found = tmp_path / "run.json"
-    flags = [model_type, "--modes", "verify", "--backends", "auto", "--dtype", "bfloat16", "--json", str(found)]
+    result = tmp_path / "run.json"
+    flags = [model_type, "--modes", "verify", "--backends", "auto", "--dtype", "bfloat16", "--json", str(result)]
     assert smoke_main([*flags, *ON_CPU]) == 0
-    (row,) = Record.read(found).rows
+    (row,) = Record.read(result).rows
     assert (row.mode, row.dtype, row.tier, row.verdict) == ("verify", "bfloat16", "fast", "exact")
     assert row.error is not None
     assert row.bound is not None
@@ -111,7 +111,7 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
         (["llama", "--all"], "--all is every family, and llama only some: leave one of them out"),
@@ -127,7 +127,7 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused_before_anything_runs(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(smoke, "run", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -136,7 +136,7 @@ def test_refused_before_anything_runs(
     except SystemExit as ended:  # of argparse
         code = ended.code
     assert code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @trains_on_cpu
@@ -152,10 +152,10 @@ def test_a_model_that_trl_can_not_train_is_left_out(
         return stock(model, packed=packed)
 
     monkeypatch.setattr(worker, "_train", broken)
-    found = list(worker.rows("llama", Task(("plain", "lora"), "auto", Setting())))
-    assert [row.verdict for row in found] == ["exact", "left out"]
-    assert "AttributeError: no such thing" in (found[-1].left_out or "")
-    monkeypatch.setattr(smoke, "run", lambda *_, **__: [found])
+    result = list(worker.rows("llama", Task(("plain", "lora"), "auto", Setting())))
+    assert [row.verdict for row in result] == ["exact", "left out"]
+    assert "AttributeError: no such thing" in (result[-1].left_out or "")
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: [result])
     assert smoke_main(["llama", *ON_CPU]) == 0
     assert "llama (lora): left out: the stock model can't be trained" in capsys.readouterr().out
     monkeypatch.setattr(
@@ -220,9 +220,9 @@ def test_a_hang_or_a_crash_is_a_failed_row(
     """What it had sent before is kept, the rest of its modes failed, and the next family runs."""
     monkeypatch.setattr(processes, "work", stand_in)
     task = Task(("exact", "plain", "lora"), "auto", Setting())
-    found = list(processes.run(["one", "two"], task, jobs=2, timeout=timeout))
-    assert [rows[-1].family for rows in found] == ["one", "two"]
-    for rows in found:
+    result = list(processes.run(["one", "two"], task, jobs=2, timeout=timeout))
+    assert [rows[-1].family for rows in result] == ["one", "two"]
+    for rows in result:
         last = rows[-1]
         assert last.mode == modes
         assert (last.problem or "").startswith(problem)
@@ -371,16 +371,16 @@ def test_a_run_is_entered_in_the_lock_file(
 
 def test_a_file_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad, run = tmp_path / "bad.json", made_up_run(tmp_path)
-    found = Record.read(run).to_dict()
+    result = Record.read(run).to_dict()
     for text in (
         "",
         "[]",
         "{}",
         "5",
         '"run"',
-        json.dumps({**found, "rows": []}),
-        json.dumps({**found, "rows": [5]}),
-        json.dumps({**found, "versions": []}),
+        json.dumps({**result, "rows": []}),
+        json.dumps({**result, "rows": [5]}),
+        json.dumps({**result, "versions": []}),
     ):
         bad.write_text(text)
         assert main(["families", "--from", str(bad)]) == 2

@@ -115,15 +115,15 @@ def held_by_recording(model: Any, *batches: Sequence[int]) -> int:
 
 
 def test_checkpointing_saves_memory() -> None:
-    held = []
+    references = []
     for enabled in (False, True):
         model = graphed(deep())
         if enabled:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        held.append(held_by_recording(model, LONG))
+        references.append(held_by_recording(model, LONG))
         assert runner(model).stats.replays == 1
         del model
-    assert held[1] < 0.65 * held[0], held
+    assert references[1] < 0.65 * references[0], references
 
 
 def test_four_buckets_share_their_memory() -> None:
@@ -146,13 +146,13 @@ def test_the_pass_before_a_recording_draws_from_the_others_memory(
     if beside:
         monkeypatch.setattr(recorder_module, "_allocating_from", lambda pool: contextlib.nullcontext())
     model = graphed(deep())
-    held = held_by_recording(model, LONG)
+    references = held_by_recording(model, LONG)
     before = reserved()
     torch.cuda.reset_peak_memory_stats()
     held_by_recording(model, (600, 700, 300))
     more = torch.cuda.max_memory_reserved() - before
     assert runner(model).stats.recordings == 2
-    assert more > 0.6 * held if beside else more < 0.3 * held, (more, held)
+    assert more > 0.6 * references if beside else more < 0.3 * references, (more, references)
 
 
 class Meddling(nn.Module):
@@ -181,12 +181,12 @@ def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
     plain, model = both()
     model.model.norm = Meddling(model.model.norm, hog)
     plain.model.norm = Meddling(plain.model.norm, hog)  # so that both have the same parameters
-    held: list[int] = []
+    references: list[int] = []
     for lengths, recordings in ((SMALL, 1), (LARGE, 1), (LARGE, 1), (SMALL, 2)):
         close(step(model, lengths), step(plain, lengths))
         assert runner(model).stats.recordings == recordings
-        held.append(reserved())
-    assert held[1] < held[0], "the recording is gone"
+        references.append(reserved())
+    assert references[1] < references[0], "the recording is gone"
     assert runner(model).stats.eager == {TOO_LARGE: 2}
     assert torch.randn(8, device="cuda").isfinite().all()
 
@@ -272,10 +272,10 @@ def test_memory_comes_back_with_unpatch() -> None:
     fastpack.unpatch(model)
     before = reserved()
     held_by_recording(graphed(model), LONG)
-    held = reserved() - before
+    references = reserved() - before
     fastpack.unpatch(model)
-    assert held > 2**24
-    assert reserved() - before < 0.2 * held
+    assert references > 2**24
+    assert reserved() - before < 0.2 * references
 
 
 def test_no_synchronisation_in_a_replay() -> None:

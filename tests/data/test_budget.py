@@ -70,8 +70,8 @@ def test_every_example_exactly_once(problem: Any, seed: int, epoch: int, look_ah
 @given(st.lists(st.integers(1, 50), min_size=8, max_size=60), st.integers(50, 120), RANKS)
 def test_any_number_of_examples(lengths: list[int], budget: int, ranks: int) -> None:
     """A plan, or an error, and that only where hardly two examples fit one batch."""
-    made = plan_batches(lengths, budget, seed=0, epoch=0).micro_batches
-    if -(-made // ranks) * ranks <= len(lengths):
+    built = plan_batches(lengths, budget, seed=0, epoch=0).micro_batches
+    if -(-built // ranks) * ranks <= len(lengths):
         assert faults(plan_batches(lengths, budget, seed=0, epoch=0, ranks=ranks), lengths, ranks) == []
         return
     assert len(lengths) % ranks
@@ -155,12 +155,12 @@ def test_nobody_waits_for_ever() -> None:
     """In the order of filling: who enters the pool last is taken as many batches later as it holds."""
     lengths = [draw.randint(1, 100) for draw in [random.Random(1)] for _ in range(2000)]
     batches = fill_batches(Job(lengths, 100, 1, COST), list(range(2000)), look_ahead=16)
-    made = {i: at for at, batch in enumerate(batches) for i in batch}
+    built = {i: at for at, batch in enumerate(batches) for i in batch}
     sizes = [0]
     for batch in batches:
         sizes.append(sizes[-1] + len(batch))
-    assert all(i <= sizes[at + 1] + 16 for i, at in made.items())  # nobody is taken before the pool reaches so far
-    assert all(sizes[max(at - 16, 0)] <= i for i, at in made.items())  # nor much later than its turn
+    assert all(i <= sizes[at + 1] + 16 for i, at in built.items())  # nobody is taken before the pool reaches so far
+    assert all(sizes[max(at - 16, 0)] <= i for i, at in built.items())  # nor much later than its turn
 
 
 def test_a_million_lengths_take_less_than_five_seconds() -> None:

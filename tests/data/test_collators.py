@@ -87,9 +87,9 @@ def test_what_a_trainer_reads_from_its_collator(tmp_path: Path) -> None:
     """transformers' Trainer saves the tokenizer of its collator, where it was given none."""
     collator = DataCollatorForSeq2Seq(word_tokenizer())
     wrapped: Any = fastpack.with_packed_seq_lens(collator)
-    for made in (wrapped, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
-        assert made.label_pad_token_id == -100
-        assert not hasattr(made, "no_such")
+    for built in (wrapped, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert built.label_pad_token_id == -100
+        assert not hasattr(built, "no_such")
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     Trainer(tiny_model("llama"), args=arguments, data_collator=wrapped).save_model()
     assert (tmp_path / "tokenizer_config.json").exists()

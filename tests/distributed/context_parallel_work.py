@@ -43,10 +43,10 @@ def shard() -> dict[str, Tensor]:
 def loss_of(model: Any, batch: dict[str, Tensor], **more: Any) -> float:
     """Return the sum over a batch, and over both ranks if each has a part of it."""
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **more).logits
-    found = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
+    result = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
     if batch["input_ids"].shape[1] < S:
-        dist.all_reduce(found)
-    return float(found)
+        dist.all_reduce(result)
+    return float(result)
 
 
 def all_to_all_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
@@ -92,34 +92,34 @@ def build(family: str = "llama") -> Any:
 def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
     """Return the message of the PatchError that a call raises, or its result if it raises none."""
     try:
-        found = function(*args, **kwargs)
+        result = function(*args, **kwargs)
     except fastpack.errors.PatchError as error:
         return str(error)
-    return f"nothing, and returned {found}"
+    return f"nothing, and returned {result}"
 
 
 def ulysses(how: str, when: str, family: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the errors and losses with all-to-all attention that is registered before a patch, or after it."""
     model = build(family)
-    found: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
+    result: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
     if when == "after":
         fastpack.patch(model, **options)
     CALLS.clear()
     with in_the_table(how):
-        found["said"] = said_by(loss_of if when == "after" else fastpack.patch, model, *[shard()][: when == "after"])
-        found["calls"] = len(CALLS)
+        result["said"] = said_by(loss_of if when == "after" else fastpack.patch, model, *[shard()][: when == "after"])
+        result["calls"] = len(CALLS)
         fastpack.unpatch(model)
-        found["stock"] = loss_of(model, shard())
-        found["calls of stock"] = len(CALLS)
+        result["stock"] = loss_of(model, shard())
+        result["calls of stock"] = len(CALLS)
     fastpack.patch(model, **options)
-    found["afterwards"] = loss_of(model, whole_batch())
-    return found
+    result["afterwards"] = loss_of(model, whole_batch())
+    return result
 
 
 def torchs(balanced: bool, mask: bool, labels: bool) -> dict[str, Any]:
     """Run torch's own context parallelism around a patched model."""
     model = build()
-    found: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
+    result: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
     fastpack.patch(model, attention="reference")
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
 
@@ -140,7 +140,7 @@ def torchs(balanced: bool, mask: bool, labels: bool) -> dict[str, Any]:
             more["attention_mask"] = torch.ones_like(batch["input_ids"])
         if labels:
             more["labels"] = batch["input_ids"]
-        found["said"] = said_by(loss_of, model, batch, **more)
-        found["patching"] = said_by(fastpack.patch, build())
+        result["said"] = said_by(loss_of, model, batch, **more)
+        result["patching"] = said_by(fastpack.patch, build())
     fastpack.unpatch(model)
-    return found
+    return result

@@ -42,9 +42,9 @@ def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, loss: Any = Non
     model: Any = tiny_model("llama", attn_implementation="sdpa")
     if lora:
         model = with_lora(model)
-    given = settings(Path(tempfile.mkdtemp()), per_device_train_batch_size=EXAMPLES // ranks, learning_rate=1e-2)
-    given |= {"max_steps": STEPS, "ddp_find_unused_parameters": False, "dataloader_pin_memory": False, **further}
-    arguments = (SFTConfig if kind == "sft" else DPOConfig)(**given)
+    inputs = settings(Path(tempfile.mkdtemp()), per_device_train_batch_size=EXAMPLES // ranks, learning_rate=1e-2)
+    inputs |= {"max_steps": STEPS, "ddp_find_unused_parameters": False, "dataloader_pin_memory": False, **further}
+    arguments = (SFTConfig if kind == "sft" else DPOConfig)(**inputs)
     if ranks == 1 and arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else one process takes all GPUs for itself, with nn.DataParallel
     if kind == "sft":
@@ -75,18 +75,21 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
     """Return this rank's logs, and the trainer's report afterwards."""
     with _as_launched():
         trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
-        found: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
+        result: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
         report = fastpack.report(trainer)
-        found["metrics"] = [
+        result["metrics"] = [
             [entry[name] for name in ("entropy", "mean_token_accuracy", "num_tokens")]
             for entry in trainer.state.log_history
             if "loss" in entry and kind == "sft"
         ]
-        found["of loss"] = [*(note for note in report.notes if note.startswith("loss")), *dict(report.skipped).values()]
-        found |= {"tier": report.tier, "as_modules": report.as_modules, "world": trainer.args.world_size}
+        result["of loss"] = [
+            *(note for note in report.notes if note.startswith("loss")),
+            *dict(report.skipped).values(),
+        ]
+        result |= {"tier": report.tier, "as_modules": report.as_modules, "world": trainer.args.world_size}
         fastpack.unpatch(trainer)
-        found["tier after"] = fastpack.report(trainer).tier
-    return found
+        result["tier after"] = fastpack.report(trainer).tier
+    return result
 
 
 def one_step_within(

@@ -185,17 +185,17 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count the calls of each fused Function of the layers, and of the dispatch of attention."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
 
     def count(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-        found[name] += 1
+        result[name] += 1
         return function(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for module, name in ((project, "project"), (mlp, "gated_mlp"), (attention, "attend")):
             counting = functools.partial(count, name, getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, counting))
-        yield found
+        yield result
 
 
 def prepare(case: Case) -> tuple[Any, Any]:
@@ -209,8 +209,8 @@ def prepare(case: Case) -> tuple[Any, Any]:
 
 def one_process(case: Case, sequences: list[Tensor]) -> Result:
     """Run the stock model in this process alone, on one big batch."""
-    found = run_batch(build(case), sequences, "padded right", num_items=trained_tokens(sequences))
-    return Result([], found.loss, found.grads)
+    result = run_batch(build(case), sequences, "padded right", num_items=trained_tokens(sequences))
+    return Result([], result.loss, result.grads)
 
 
 def one_step(case: Case) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def flat_step(case: Case) -> dict[str, Any]:
     _, outer = prepare(case)
     before = fastpack.report(outer).to_dict()
     error = abs(float(step(outer, case, sequences) / expected.loss) - 1)
-    found = {"error": error, "reports": [before, fastpack.report(outer).to_dict()], "refused": ""}
+    result = {"error": error, "reports": [before, fastpack.report(outer).to_dict()], "refused": ""}
     try:
         fastpack.verify(outer)
     except fastpack.PatchError as refused:
-        found["refused"] = str(refused)
-    return found
+        result["refused"] = str(refused)
+    return result
 
 
 def step_with_prefixes(case: Case) -> dict[str, Any]:
@@ -247,9 +247,9 @@ def step_with_prefixes(case: Case) -> dict[str, Any]:
     return {"error": off(Result([], loss, grads_of(model)), expected), "saved": sharing(model).stats.saved}
 
 
-def off(found: Result, expected: Result) -> float:
+def off(result: Result, expected: Result) -> float:
     nothing = [torch.ones(1)]
-    error = compare(Result(nothing, found.loss, found.grads), Result(nothing, expected.loss, expected.grads))
+    error = compare(Result(nothing, result.loss, result.grads), Result(nothing, expected.loss, expected.grads))
     return error.worst
 
 
@@ -265,8 +265,8 @@ def several_steps(case: Case, count: int) -> dict[str, Any]:
     losses: tuple[list[float], list[float]] = ([], [])
     for i in range(count):
         sequences = make_sequences(VOCAB, LENGTHS, seed=i)
-        found = run_batch(alone, sequences, "padded right", num_items=trained_tokens(sequences))
-        losses[0].append(float(found.loss))
+        result = run_batch(alone, sequences, "padded right", num_items=trained_tokens(sequences))
+        losses[0].append(float(result.loss))
         losses[1].append(float(step(outer, case, sequences)))
         one.step()
         two.step()
@@ -297,7 +297,7 @@ def told(case: Case) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         loss = step(outer, case, sequences)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "report": fastpack.report(outer).to_dict() | {"notes": ()},
         "before": before | {"notes": ()},
         "patched": fastpack.is_patched(outer),
@@ -306,16 +306,16 @@ def told(case: Case) -> dict[str, Any]:
         "names": sorted(whole_weights(model)) == sorted(build(case).state_dict()),
     }
     fastpack.unpatch(outer)
-    found["left"] = [name for name, module in model.named_modules() if "forward" in module.__dict__]
-    found["tier after"] = fastpack.report(outer).tier
+    result["left"] = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    result["tier after"] = fastpack.report(outer).tier
     again = step(outer, replace(case, feed="padded right"), sequences)
-    found["stock again"] = abs(float(again - loss)) / float(loss)
+    result["stock again"] = abs(float(again - loss)) / float(loss)
     try:
         fastpack.patch(outer)
     except fastpack.PatchError as error:
-        found["refused"] = str(error)
-    found["still stock"] = not any("forward" in module.__dict__ for module in model.modules())
-    return found
+        result["refused"] = str(error)
+    result["still stock"] = not any("forward" in module.__dict__ for module in model.modules())
+    return result
 
 
 def whole_weights(model: Any) -> dict[str, Tensor]:
@@ -327,12 +327,12 @@ def half_precision(case: Case) -> dict[str, float]:
     """Return the errors of patched and stock against float32 in one process, both with bfloat16 weights."""
     sequences = make_sequences(VOCAB, LENGTHS)
     expected = one_process(case, sequences)
-    found = {}
+    result = {}
     for patched in (False, True):
         model, outer = prepare(replace(case, patched=patched, half=True, feed="padded right"))
         loss = step(outer, case if patched else replace(case, feed="padded right"), sequences)
-        found["patched" if patched else "stock"] = off(Result([], loss, grads_of(model)), expected)
-    return found
+        result["patched" if patched else "stock"] = off(Result([], loss, grads_of(model)), expected)
+    return result
 
 
 def nothing_on_one_rank(case: Case) -> float:

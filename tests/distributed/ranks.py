@@ -100,12 +100,12 @@ class Ranks:
         missing = [rank for rank in range(self.world) if rank not in results and rank not in failures]
         ended = {rank: self._processes[rank].exitcode for rank in missing}
         self.stop()
-        said = [f"rank {rank}:\n{failure}" for rank, failure in sorted(failures.items())]
-        said += [
+        message = [f"rank {rank}:\n{failure}" for rank, failure in sorted(failures.items())]
+        message += [
             f"rank {rank}: " + (f"not done after {limit_s:g} s" if code is None else f"its process ended with {code}")
             for rank, code in ended.items()
         ]
-        raise RankFailedError(f"{what} on {self.world} ranks ({self.backend}):\n" + "\n".join(said))
+        raise RankFailedError(f"{what} on {self.world} ranks ({self.backend}):\n" + "\n".join(message))
 
     def stop(self) -> None:
         """End the processes. The next :meth:`run` starts new ones."""

@@ -39,13 +39,13 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_one_batch(name: str, ranks: Ranks, tmp_path: Path) -> None:
     kind, budget, further = CASES[name]
-    found = ranks.run(one_step_within, kind, budget, gradient_accumulation_steps=2, **further)
-    batches = [batch for rank in found for batch in rank["chosen"]]
+    result = ranks.run(one_step_within, kind, budget, gradient_accumulation_steps=2, **further)
+    batches = [batch for rank in result for batch in rank["chosen"]]
     chosen = list(chain.from_iterable(batches))
     assert len(set(chosen)) == len(chosen), "no example twice"
     if isinstance(budget, TokenBudget):
-        assert "4 batches" not in found[0]["note"], "each rank counts its own"
-        assert "pieces" in found[0]["note"]
+        assert "4 batches" not in result[0]["note"], "each rank counts its own"
+        assert "pieces" in result[0]["note"]
     else:
         assert len({len(batch) for batch in batches}) > 1, "or they are even"
 
@@ -54,11 +54,11 @@ def test_the_gradient_of_one_batch(name: str, ranks: Ranks, tmp_path: Path) -> N
     theirs = Gradients(stock)
     stock.train()
     bound = 2e-5 if ranks.backend == "gloo" else 1e-3
-    for rank in found:
+    for rank in result:
         assert furthest(rank["gradients"], theirs.steps[0]) <= bound
         assert all(math.isfinite(value) for value in rank["logged"].values())
         assert rank["logged"]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=bound)
-    assert found[0]["logged"] == found[1]["logged"], "what is gathered is the same for both"
+    assert result[0]["logged"] == result[1]["logged"], "what is gathered is the same for both"
 
 
 def test_generated_batches_are_split_alike(ranks: Ranks) -> None:
@@ -72,12 +72,12 @@ def test_generated_batches_are_split_alike(ranks: Ranks) -> None:
 
 def test_negative_control(ranks: Ranks, tmp_path: Path) -> None:
     """With one example less, the gradients differ far more."""
-    found = ranks.run(one_step_within, "dpo", 150, gradient_accumulation_steps=2)
-    chosen = [i for rank in found for batch in rank["chosen"] for i in batch][1:]
+    result = ranks.run(one_step_within, "dpo", 150, gradient_accumulation_steps=2)
+    chosen = [i for rank in result for batch in rank["chosen"] for i in batch][1:]
     stock = BUILD["dpo"](tmp_path, DATA["dpo"]().select(chosen), max_steps=1, per_device_train_batch_size=24)
     theirs = Gradients(stock)
     stock.train()
-    assert furthest(found[0]["gradients"], theirs.steps[0]) > 1e-3
+    assert furthest(result[0]["gradients"], theirs.steps[0]) > 1e-3
 
 
 def test_means_of_ranks_are_refused(ranks: Ranks) -> None:

@@ -24,21 +24,21 @@ def test_on_rows_too(when: str, ranks: Ranks) -> None:
 
 
 def check(on_each_rank: list[dict[str, Any]], when: str) -> None:
-    for found in on_each_rank:
-        assert NAMED in found["said"]
-        assert "context_parallel_work.hidden_exchange" in found["said"]
-        assert ("Nothing was changed" in found["said"]) == (when == "before")
-        assert found["calls"] == 0
-        assert found["calls of stock"] == 2, "one a layer"
-        assert found["stock"] == pytest.approx(found["whole"], abs=1e-4)
-        assert found["afterwards"] == pytest.approx(found["whole"], abs=1e-4)
+    for result in on_each_rank:
+        assert NAMED in result["said"]
+        assert "context_parallel_work.hidden_exchange" in result["said"]
+        assert ("Nothing was changed" in result["said"]) == (when == "before")
+        assert result["calls"] == 0
+        assert result["calls of stock"] == 2, "one a layer"
+        assert result["stock"] == pytest.approx(result["whole"], abs=1e-4)
+        assert result["afterwards"] == pytest.approx(result["whole"], abs=1e-4)
 
 
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize(("balanced", "mask"), [(False, False), (True, False), (True, True)])
 def test_torchs_own(balanced: bool, mask: bool, labels: bool, ranks: Ranks) -> None:
     """It raises before it reads positions, which load balancing puts in an order that no sequence has."""
-    for found in ranks.run(torchs, balanced, mask, labels):
-        for said in (found["said"], found["patching"]):
-            assert NAMED in said
-            assert "scaled_dot_product_attention is now torch.distributed.tensor.experimental" in said
+    for result in ranks.run(torchs, balanced, mask, labels):
+        for message in (result["said"], result["patching"]):
+            assert NAMED in message
+            assert "scaled_dot_product_attention is now torch.distributed.tensor.experimental" in message

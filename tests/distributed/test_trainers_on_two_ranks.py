@@ -33,12 +33,12 @@ def alone() -> dict[tuple[str, bool], list[tuple[float, float]]]:
 def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None:
     further, wrapper = WRAPS[wrap]
     checkpointing = {"gradient_checkpointing": True} if lora else {}
-    for found in ranks.run(train_on_ranks, kind, lora, **checkpointing, **further):
-        assert found["world"] == 2
-        assert found["wrapped"].startswith(wrapper)
-        assert (found["tier"], found["as_modules"], found["tier after"]) == ("fast", {}, "stock")
-        assert len(found["logged"]) == STEPS
-        for ours, stock in zip(found["logged"], alone[kind, lora], strict=True):
+    for result in ranks.run(train_on_ranks, kind, lora, **checkpointing, **further):
+        assert result["world"] == 2
+        assert result["wrapped"].startswith(wrapper)
+        assert (result["tier"], result["as_modules"], result["tier after"]) == ("fast", {}, "stock")
+        assert len(result["logged"]) == STEPS
+        for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
     assert len(set(alone[kind, lora])) == STEPS, "it trains"
     assert alone[kind, lora][1] != pytest.approx(alone[kind, not lora][1], rel=1e-3), "the check sees another model"
@@ -51,13 +51,13 @@ def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None
     """Its metrics cover all ranks. If accelerate makes the head an FSDP unit of its own, TRL's loss runs."""
     further, _ = WRAPS[wrap]
     stock = ranks.run(train_on_ranks, "sft", lora, **further)
-    for found, trls in zip(ranks.run(train_on_ranks, "sft", lora, loss="fused", **further), stock, strict=True):
+    for result, trls in zip(ranks.run(train_on_ranks, "sft", lora, loss="fused", **further), stock, strict=True):
         if wrap == "ddp":
-            assert found["of loss"] == [f"loss: fused in {STEPS} micro-batches so far, TRL's metrics with it"]
+            assert result["of loss"] == [f"loss: fused in {STEPS} micro-batches so far, TRL's metrics with it"]
         else:
-            assert "it carries hooks" in found["of loss"][-1]
-        assert len(found["logged"]) == STEPS
-        for ours, theirs in zip(found["logged"], alone["sft", lora], strict=True):
+            assert "it carries hooks" in result["of loss"][-1]
+        assert len(result["logged"]) == STEPS
+        for ours, theirs in zip(result["logged"], alone["sft", lora], strict=True):
             assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
-        for ours, theirs in zip(found["metrics"], trls["metrics"], strict=True):
+        for ours, theirs in zip(result["metrics"], trls["metrics"], strict=True):
             assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)

@@ -53,24 +53,24 @@ def fused_calls(case: Case) -> dict[str, int]:
 
 @pytest.mark.parametrize("case", PRODUCT, ids=name)
 def test_a_step_is_that_of_one_process(case: Case, ranks: Ranks) -> None:
-    for found in ranks.run(one_step, case):
-        assert found["error"] <= bound(ranks)
-        assert found["calls"] == fused_calls(case)
+    for result in ranks.run(one_step, case):
+        assert result["error"] <= bound(ranks)
+        assert result["calls"] == fused_calls(case)
 
 
 @pytest.mark.parametrize("case", [Case("none"), Case("ddp", feed="naive"), Case("fsdp2", feed="naive")], ids=name)
 def test_the_check_sees_what_is_wrong(case: Case, ranks: Ranks) -> None:
     """Negative controls: gradients that stay on their rank, and sequences that see each other."""
-    assert all(found["error"] > 1e-2 for found in ranks.run(one_step, case))
+    assert all(result["error"] > 1e-2 for result in ranks.run(one_step, case))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mixtral", "gemma2", "deepseek_v3"])
 def test_other_families(family: str, ranks: Ranks) -> None:
     """The families have norms of heads, sinks, experts, tied weights, latents."""
     for wrap in ("ddp", "fsdp2"):
-        for found in ranks.run(one_step, Case(wrap, family=family)):
-            assert found["error"] <= bound(ranks)
-            assert found["calls"]["project"] >= 2 * LAYERS
+        for result in ranks.run(one_step, Case(wrap, family=family)):
+            assert result["error"] <= bound(ranks)
+            assert result["calls"]["project"] >= 2 * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -88,27 +88,27 @@ def test_other_families(family: str, ranks: Ranks) -> None:
 def test_ranks_run_as_many_groups_of_rows(wrap: str, family: str, units: str, feed: str, ranks: Ranks) -> None:
     """The first rank has three different lengths, the second two, and each call exchanges weights."""
     case = Case(wrap, feed=feed, family=family, units=units, lengths=(7, 1, 19, 1, 33, 5))
-    for found in ranks.run(one_step, case):
-        assert found["error"] <= bound(ranks)
+    for result in ranks.run(one_step, case):
+        assert result["error"] <= bound(ranks)
 
 
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_first_version_of_fsdp(lora: bool, checkpointing: str | None, ranks: Ranks) -> None:
     """While a layer runs, its modules have views of its weights, which aren't parameters."""
-    for found in ranks.run(one_step, Case("fsdp1", lora, checkpointing)):
-        assert found["error"] <= bound(ranks)
-        assert found["calls"] == fused_calls(Case("fsdp1", lora, checkpointing))
+    for result in ranks.run(one_step, Case("fsdp1", lora, checkpointing)):
+        assert result["error"] <= bound(ranks)
+        assert result["calls"] == fused_calls(Case("fsdp1", lora, checkpointing))
 
 
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_modules_without_weights(loss: str | None, ranks: Ranks) -> None:
     """The first version of FSDP holds all weights itself, except while a layer runs."""
-    for found in ranks.run(flat_step, Case("flat", loss=loss)):
-        assert found["error"] <= bound(ranks)
-        assert [said["tier"] for said in found["reports"]] == ["fast", "fast"]
-        assert "already wrapped by FSDP" in found["refused"]
-        assert "call it before the model is wrapped" in found["refused"]
+    for result in ranks.run(flat_step, Case("flat", loss=loss)):
+        assert result["error"] <= bound(ranks)
+        assert [message["tier"] for message in result["reports"]] == ["fast", "fast"]
+        assert "already wrapped by FSDP" in result["refused"]
+        assert "call it before the model is wrapped" in result["refused"]
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -116,16 +116,16 @@ def test_modules_without_weights(loss: str | None, ranks: Ranks) -> None:
 def test_shared_prefixes(wrap: str, checkpointing: str | None, ranks: Ranks) -> None:
     """Each rank shares as many tokens as its own sequences have in common."""
     case = Case(wrap, lora=checkpointing == "reentrant", checkpointing=checkpointing)
-    found = ranks.run(step_with_prefixes, case)
-    assert [rank["saved"] for rank in found] == [sum(PROMPTS[::2]), sum(PROMPTS[1::2])]
-    assert all(rank["error"] <= bound(ranks) for rank in found)
+    result = ranks.run(step_with_prefixes, case)
+    assert [rank["saved"] for rank in result] == [sum(PROMPTS[::2]), sum(PROMPTS[1::2])]
+    assert all(rank["error"] <= bound(ranks) for rank in result)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_the_loss_without_logits(wrap: str, lora: bool, ranks: Ranks) -> None:
-    for found in ranks.run(one_step, Case(wrap, lora, loss="fused")):
-        assert found["error"] <= bound(ranks)
+    for result in ranks.run(one_step, Case(wrap, lora, loss="fused")):
+        assert result["error"] <= bound(ranks)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -161,8 +161,8 @@ def test_no_more_is_exchanged_than_by_the_stock_model(
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_half_precision(lora: bool, ranks: Ranks) -> None:
-    for found in ranks.run(half_precision, Case("fsdp2", lora)):
-        assert 0 < found["patched"] <= 1.5 * found["stock"]
+    for result in ranks.run(half_precision, Case("fsdp2", lora)):
+        assert 0 < result["patched"] <= 1.5 * result["stock"]
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
@@ -173,20 +173,20 @@ def test_a_rank_without_tokens_takes_part(wrap: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_what_is_said_of_a_wrapped_model(wrap: str, lora: bool, ranks: Ranks) -> None:
-    found: dict[str, Any]
-    for found in ranks.run(told, Case(wrap, lora)):
-        assert found["patched"]
-        assert found["report"]["tier"] == "fast"
-        assert found["report"]["as_modules"] == {}, "a weight is whole while its layer runs"
-        assert found["report"]["projections"] == found["before"]["projections"]
-        assert "fastpack" in found["text"]
-        assert not [text for text in found["warnings"] if "view" in text], "FSDP2 warns of views"
-        assert found["names"]
-        assert found["left"] == []
-        assert found["tier after"] == "stock"
-        assert found["stock again"] <= bound(ranks)
-        assert ("DistributedDataParallel" if wrap == "ddp" else "FSDP2") in found["refused"]
-        assert found["still stock"]
+    result: dict[str, Any]
+    for result in ranks.run(told, Case(wrap, lora)):
+        assert result["patched"]
+        assert result["report"]["tier"] == "fast"
+        assert result["report"]["as_modules"] == {}, "a weight is whole while its layer runs"
+        assert result["report"]["projections"] == result["before"]["projections"]
+        assert "fastpack" in result["text"]
+        assert not [text for text in result["warnings"] if "view" in text], "FSDP2 warns of views"
+        assert result["names"]
+        assert result["left"] == []
+        assert result["tier after"] == "stock"
+        assert result["stock again"] <= bound(ranks)
+        assert ("DistributedDataParallel" if wrap == "ddp" else "FSDP2") in result["refused"]
+        assert result["still stock"]
 
 
 @pytest.mark.slow

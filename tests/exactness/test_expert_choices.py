@@ -51,8 +51,8 @@ def test_one_sequence_after_the_other_or_all_at_once() -> None:
         assert torch.equal(a, b)
     with replayed([router], at_once()):
         for _ in range(2):  # checkpointing runs a forward again
-            found = [router(-part)[1] for part in scores.split([1, 4, 2])]
-            assert torch.equal(torch.cat(found), router(scores)[1])
+            result = [router(-part)[1] for part in scores.split([1, 4, 2])]
+            assert torch.equal(torch.cat(result), router(scores)[1])
 
 
 def test_other_tokens_are_an_error() -> None:

@@ -23,10 +23,10 @@ def result(logits: list[float], grad: list[float]) -> Result:
 
 
 def test_errors_are_those_of_the_worst_sequence_and_parameter() -> None:
-    true, found = result([3.0, 4.0], [1.0, 0.0]), result([3.0, 4.4], [1.0, 0.5])
-    assert compare(found, true).logits == pytest.approx(0.1)
-    assert compare(found, true, half=True).logits == pytest.approx(0.08)
-    assert compare(found, true).worst == compare(found, true, half=True).worst == 0.5
+    true, actual = result([3.0, 4.0], [1.0, 0.0]), result([3.0, 4.4], [1.0, 0.5])
+    assert compare(actual, true).logits == pytest.approx(0.1)
+    assert compare(actual, true, half=True).logits == pytest.approx(0.08)
+    assert compare(actual, true).worst == compare(actual, true, half=True).worst == 0.5
     for half in (False, True):
         assert compare(true, true, half=half).worst == 0.0
         assert compare(result([3.0, float("nan")], [1.0, 0.0]), true, half=half).worst == float("inf")
@@ -59,8 +59,8 @@ def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str
     assert oracle.dtype == torch.bfloat16
     assert len(oracle.results) == DRAWS
     assert torch.finfo(torch.bfloat16).eps / 2 <= oracle.bound <= FACTOR * STEADY
-    found = oracle.prove(fastpack.patch(HALF.build(model_type)))
-    assert found.problem is None
+    actual = oracle.prove(fastpack.patch(HALF.build(model_type)))
+    assert actual.problem is None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "xlnet"])
@@ -69,8 +69,8 @@ def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> N
     oracle = oracle_of(model_type, HALF)
     assert oracle.dtype == torch.float32
     assert oracle.bound == FULL_BOUND
-    found = oracle.prove(fastpack.patch(WIDE.build(model_type)))
-    assert found.problem is None
+    actual = oracle.prove(fastpack.patch(WIDE.build(model_type)))
+    assert actual.problem is None
 
 
 def test_a_leak_is_seen_in_half_precision() -> None:

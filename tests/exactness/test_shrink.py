@@ -99,14 +99,17 @@ def at(config: Any, name: str) -> Any:
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_config(name: str, head_dim: int) -> None:
     """It keeps its traits, its own is left as it was, and its model runs on more tokens than any threshold."""
-    made, wanted = REAL[name]
-    config = made()
+    built, expected = REAL[name]
+    config = built()
     before = config.to_dict()
     small = shrink(config, head_dim=head_dim)
     assert config.to_dict() == before
     assert type(small) is type(config)
     scaled = {"query_pre_attn_scalar": head_dim}
-    assert {key: at(small, key) for key in wanted} == {**wanted, **{k: v for k, v in scaled.items() if k in wanted}}
+    assert {key: at(small, key) for key in expected} == {
+        **expected,
+        **{k: v for k, v in scaled.items() if k in expected},
+    }
     model = build(model_class(config.model_type)._from_config, small, head_dim=head_dim, dtype=torch.float32)
     assert sum(p.numel() for p in model.parameters()) < 100_000 * head_dim
     (ids,) = make_sequences([LONGEST])

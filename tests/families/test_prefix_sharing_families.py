@@ -77,11 +77,11 @@ def test_several_streams_of_hidden_states(share_prefixes: Any) -> None:
     """Gemma 3n has four streams, ``[4, B, S, H]``, and each is re-padded."""
     model: Any = TINY.build("gemma3n_text")
     batch = INPUT_KINDS["padded right"](sequences())
-    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    kwargs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     real = batch["attention_mask"].bool()
-    stock = model(**given, use_cache=False, output_hidden_states=True).hidden_states
+    stock = model(**kwargs, use_cache=False, output_hidden_states=True).hidden_states
     fastpack.patch(model, share_prefixes=share_prefixes)
-    ours = model(**given, output_hidden_states=True).hidden_states
+    ours = model(**kwargs, output_hidden_states=True).hidden_states
     assert len(ours) == len(stock) > 1
     assert stock[0].shape == (4, *real.shape, model.config.hidden_size)
     for a, b in zip(ours, stock, strict=True):

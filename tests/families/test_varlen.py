@@ -77,18 +77,18 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
     """Record every call that reaches a backend."""
-    made: list[AttentionCall] = []
+    built: list[AttentionCall] = []
 
     def recorded(run: Callable[[AttentionCall], Tensor]) -> Callable[[AttentionCall], Tensor]:
         def record(call: AttentionCall) -> Tensor:
-            made.append(call)
+            built.append(call)
             return run(call)
 
         return record
 
     for backend in BACKENDS.values():
         monkeypatch.setattr(backend, "run", recorded(backend.run))
-    return made
+    return built
 
 
 @pytest.mark.parametrize("kind", INPUT_KINDS)

@@ -85,7 +85,7 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--", "train"], "after -- comes sft or dpo"),
         (["two"], "not 'two'"),
@@ -93,12 +93,12 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
         pytest.param(["--fsdp"], "needs GPUs", marks=prepared),
     ],
 )
-def test_a_launch_that_can_not_work_is_refused(arguments: list[str], said: str) -> None:
+def test_a_launch_that_can_not_work_is_refused(arguments: list[str], message: str) -> None:
     if torch.cuda.is_available() and arguments[0] in ("3", "--fsdp"):
         pytest.skip("how many GPUs there are decides")
     done = bash("gists/ddp.sh", *arguments, path=OURS)
     assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 @prepared

@@ -55,9 +55,9 @@ def liger_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsquee
 def _written_in(place: str, function: Any) -> Any:
     """The same function, of another module."""
     named = {**function.__globals__, "__name__": f"liger_kernel.transformers.{place}"}
-    made = types.FunctionType(function.__code__, named, function.__name__, function.__defaults__)
-    made.__qualname__ = function.__qualname__
-    return made
+    built = types.FunctionType(function.__code__, named, function.__name__, function.__defaults__)
+    built.__qualname__ = function.__qualname__
+    return built
 
 
 for cls, place in (

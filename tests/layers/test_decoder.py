@@ -64,15 +64,15 @@ def test_hooks_on_a_projection_are_called() -> None:
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the last product of each MLP was computed, call by call."""
-    found: list[bool] = []
+    result: list[bool] = []
     stock = mlp.gated_mlp
 
     def recorded(*args: Any, need_output: bool = True, **kwargs: Any) -> Tensor:
-        found.append(need_output)
+        result.append(need_output)
         return stock(*args, need_output=need_output, **kwargs)
 
     monkeypatch.setattr(mlp, "gated_mlp", recorded)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -85,11 +85,11 @@ def test_checkpointing_leaves_out_the_last_product(
     model = fastpack.patch(tiny_model(model_type))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    found = products(monkeypatch)
+    result = products(monkeypatch)
     assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
     again = model_type == "gemma2" or reentrant  # a norm follows; the reentrant kind does not say what it is
     layers = len(model.model.layers)
-    assert found == [True] * layers + [again] * layers
+    assert result == [True] * layers + [again] * layers
 
 
 def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> 
     for nested in (False, True):
         model = fastpack.patch(tiny_model("llama"))
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        found = products(monkeypatch) if nested else []
+        result = products(monkeypatch) if nested else []
         embeds = model.model.embed_tokens(ids).detach().requires_grad_()
 
         def run(x: Tensor, model: Any = model) -> Tensor:
@@ -111,8 +111,8 @@ def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> 
         out.sum().backward()
         gradients.append(embeds.grad)
     assert relative(gradients[1], gradients[0]) <= FLOAT32_BOUND
-    assert found[:4] == [True] * 4, "forward, and forward again for the model's recomputation"
-    assert found[4:] == [False, False], "and each layer's own"
+    assert result[:4] == [True] * 4, "forward, and forward again for the model's recomputation"
+    assert result[4:] == [False, False], "and each layer's own"
 
 
 def test_the_check_knows_torch_s_checkpointing() -> None:
@@ -120,15 +120,15 @@ def test_the_check_knows_torch_s_checkpointing() -> None:
     model = tiny_model("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layer = model.model.layers[0]
-    found: list[bool] = []
+    result: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
-        found.append(decoder._is_run_again(layer))
+        result.append(decoder._is_run_again(layer))
         return x * x
 
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
-    assert found == [False, True]
+    assert result == [False, True]
 
 
 def test_the_oracle_refuses_nan() -> None:
@@ -158,15 +158,15 @@ def test_a_hook_on_the_layer_reads_what_it_gives(reentrant: bool, monkeypatch: p
     assert error.worst <= FLOAT32_BOUND, error
     layer = model.model.layers[0]
     monkeypatch.setattr(decoder, "_checkpoints_in_forward", lambda cls: False)  # as transformers did before
-    found: list[bool] = []
+    result: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
-        found.append(decoder._is_run_again(layer))
+        result.append(decoder._is_run_again(layer))
         return x * x
 
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
-    assert found == [False, False]
+    assert result == [False, False]
 
 
 @pytest.mark.parametrize("lora", [False, True])

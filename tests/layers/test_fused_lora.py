@@ -100,9 +100,9 @@ def test_what_peft_computes_itself(reason: str, calls: dict[str, int]) -> None:
     model = fastpack.patch(variants()[reason]())
     assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
     assert calls == {"project": 0, "gated_mlp": 0, "add_updates": 0}
-    found = fastpack.report(model).as_modules
-    assert list(found.values()) == [14]
-    assert reason in next(iter(found))
+    result = fastpack.report(model).as_modules
+    assert list(result.values()) == [14]
+    assert reason in next(iter(result))
 
 
 def test_a_disabled_adapter_is_the_base_fused(calls: dict[str, int]) -> None:
@@ -124,9 +124,9 @@ def test_8_bit_keeps_its_own_product(tmp_path: Path, calls: dict[str, int]) -> N
     ours = model(input_ids=sequence[None], packed_seq_lens=[23]).logits
     assert relative(ours, stock) <= 1e-3, "int8 rounds what differs in the last digit"
     assert calls == {"project": 0, "gated_mlp": 0, "add_updates": 8}, "q, k, v; o; gate and up; down, of two layers"
-    found = fastpack.report(model).as_modules
-    assert list(found.values()) == [14]
-    assert "LLM.int8" in next(iter(found))
+    result = fastpack.report(model).as_modules
+    assert list(result.values()) == [14]
+    assert "LLM.int8" in next(iter(result))
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -193,7 +193,7 @@ def test_4_bit_with_float32_norms_under_autocast(
     true = run_alone(in_float32(build()), sequences)
     stock, model = build(), fastpack.patch(build())
     with torch.autocast("cpu", dtype):
-        alone, found = run_alone(stock, sequences), run_batch(model, sequences, KIND)
+        alone, result = run_alone(stock, sequences), run_batch(model, sequences, KIND)
         times = 1 if reentrant is None else 2
         assert calls == {"project": 4 * times, "gated_mlp": 2 * times, "add_updates": 0}
         batch = {"input_ids": sequences[0][None], "output_hidden_states": True}
@@ -201,7 +201,7 @@ def test_4_bit_with_float32_norms_under_autocast(
         assert [x.dtype for x in ours] == [x.dtype for x in stock(**batch).hidden_states]
     assert any("norm" in name for name in alone.grads)
     assert any("embed_tokens" in name for name in alone.grads)
-    error, allowed = compare(found, true, half=True), compare(alone, true, half=True)
+    error, allowed = compare(result, true, half=True), compare(alone, true, half=True)
     assert 1e-4 < error.grads <= 1.5 * allowed.grads, (error, allowed)
     assert error.logits <= 1.5 * allowed.logits
 
@@ -226,9 +226,9 @@ def test_a_compute_dtype_that_is_not_the_input_s(
     run_batch(model, sequences, KIND)
     fused = {"project": 4, "gated_mlp": 2, "add_updates": 0}
     assert calls == (fused if remedy is None else {"project": 0, "gated_mlp": 0, "add_updates": 8})
-    found = fastpack.report(model).as_modules
-    assert sum(found.values()) == (0 if remedy is None else 14)
-    for reason in found:
+    result = fastpack.report(model).as_modules
+    assert sum(result.values()) == (0 if remedy is None else 14)
+    for reason in result:
         message = f"outside autocast its 4-bit weight computes in {compute_dtype}, and its input is {dtype}: {remedy}"
         assert reason == message.replace("torch.", "", 2)
     calls.update(dict.fromkeys(calls, 0))
@@ -261,20 +261,20 @@ def test_fp16_autocast_with_a_gradient_scaler(calls: dict[str, int]) -> None:
                 loss = torch.nn.functional.cross_entropy(torch.cat(alone), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         scaler.step(optimizer)
         moved = any(not torch.equal(a, b) for a, b in zip(before, trained, strict=True))
-        return Result([loss.detach()], loss.detach(), found), moved
+        return Result([loss.detach()], loss.detach(), result), moved
 
     exact = run_alone(with_lora(tiny_model("llama")), sequences)
     true = Result([exact.loss], exact.loss, exact.grads)
     stock, stepped = gradients(patched=False)
     assert stepped
     assert calls["project"] == 0
-    found, stepped = gradients(patched=True)
+    result, stepped = gradients(patched=True)
     assert stepped
     assert calls == {"project": 4, "gated_mlp": 2, "add_updates": 0}
-    error, allowed = compare(found, true, half=True), compare(stock, true, half=True)
+    error, allowed = compare(result, true, half=True), compare(stock, true, half=True)
     assert 1e-5 < error.grads <= 1.5 * allowed.grads, (error, allowed)
     overflown, stepped = gradients(patched=True, scale=2.0**40)
     assert not stepped, "the negative control: infinite gradients are seen, and no step is taken"
@@ -355,8 +355,8 @@ def test_an_adapter_for_each_row_of_the_head_is_refused() -> None:
     names = {"adapter_names": ["default", "__base__"]}
     with pytest.raises(fastpack.PatchError, match="adapter_names can't run on a patched model"):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), **names)
-    made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **names)
-    assert made.shape == (2, 21), "generation runs the stock forward, which has rows"
+    built = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **names)
+    assert built.shape == (2, 21), "generation runs the stock forward, which has rows"
 
 
 def test_hooks_of_a_projection_see_one_row() -> None:
@@ -364,8 +364,8 @@ def test_hooks_of_a_projection_see_one_row() -> None:
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
     model(**padded(make_sequences(VOCAB), "right"))
-    ((given, out),) = seen
-    assert given.shape[:2] == out.shape[:2] == (1, 7 + 1 + 19 + 19 + 33)
+    ((kwargs, out),) = seen
+    assert kwargs.shape[:2] == out.shape[:2] == (1, 7 + 1 + 19 + 19 + 33)
 
 
 def test_an_adapter_for_each_row_is_refused() -> None:

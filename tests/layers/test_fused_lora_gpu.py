@@ -151,21 +151,21 @@ def run(model: Any, sequences: list[Tensor], autocast: torch.dtype | None, *, pa
     return Result([torch.cat(logits).detach()], loss.detach(), gradients)
 
 
-def check(found: Result, stock: Result, true: Result) -> None:
+def check(result: Result, stock: Result, true: Result) -> None:
     """The rule, for the logits and for each gradient."""
     for name in true.grads:
-        only = [Result(each.logits, each.loss, {name: each.grads[name]}) for each in (found, stock, true)]
+        only = [Result(each.logits, each.loss, {name: each.grads[name]}) for each in (result, stock, true)]
         error, allowed = compare(only[0], only[2], half=True), compare(only[1], only[2], half=True)
         assert 1e-4 < error.grads <= BOUND * allowed.grads, f"{error}, PEFT's {allowed}"
     assert 1e-4 < error.logits <= BOUND * allowed.logits, f"{error}, PEFT's {allowed}"
 
 
-def check_control(model: Any, stock: Result, true: Result, *given: Any) -> None:
+def check_control(model: Any, stock: Result, true: Result, *kwargs: Any) -> None:
     """What is a tenth off in one layer's scales is seen, in logits and in gradients."""
     for name, module in model.named_modules():
         if "layers.0." in name and hasattr(module, "lora_A"):
             module.scaling["default"] *= 1.1
-    error, allowed = compare(run(model, *given, packed=True), true, half=True), compare(stock, true, half=True)
+    error, allowed = compare(run(model, *kwargs, packed=True), true, half=True), compare(stock, true, half=True)
     assert error.grads > BOUND * allowed.grads, f"{error}, PEFT's {allowed}"
     assert error.logits > BOUND * allowed.logits, f"{error}, PEFT's {allowed}"
 
@@ -181,10 +181,10 @@ def test_no_worse_than_peft(
     assert not any(calls.values())
     launches = count_calls(monkeypatch, norm, "forward")
     fastpack.patch(model)
-    found = run(model, sequences, autocast, packed=True)
+    result = run(model, sequences, autocast, packed=True)
     assert calls == base.calls
     assert launches, "kernels are what ran"
-    check(found, alone, true)
+    check(result, alone, true)
     check_control(model, alone, true, sequences, autocast)
 
 
@@ -196,24 +196,24 @@ DROPOUT = 0.3
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The masks that fastpack draws meanwhile, in their order."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     stock = torch.native_dropout
 
     def native_dropout(x: Tensor, probability: float, train: bool) -> tuple[Tensor, Tensor]:
         dropped, mask = stock(x, probability, train)
-        found.append(mask)
+        result.append(mask)
         return dropped, mask
 
     with monkeypatch.context() as context:
         context.setattr(torch, "native_dropout", native_dropout)
-        yield found
+        yield result
 
 
 def dropouts(model: Any) -> list[nn.Module]:
     """Those of LoRA, in the order in which projections are called."""
-    found = [module for name, module in model.named_modules() if name.endswith("lora_dropout.default")]
-    assert len(found) == 14
-    return found
+    result = [module for name, module in model.named_modules() if name.endswith("lora_dropout.default")]
+    assert len(result) == 14
+    return result
 
 
 def drops_what(model: Any, masks: list[Tensor], lengths: tuple[int, ...]) -> None:
@@ -242,14 +242,14 @@ def test_dropout_is_no_worse_than_peft(
     fastpack.patch(model)
     torch.manual_seed(11)
     with recorded(monkeypatch) as masks:
-        found = run(model, sequences, autocast, packed=True)
+        result = run(model, sequences, autocast, packed=True)
     assert calls == base.calls
     for each in (stock, wide):
         drops_what(each, masks, LENGTHS)
     true = run(wide, sequences, None, packed=False)
     alone = run(stock, sequences, autocast, packed=False)
     assert 0.25 < 1 - torch.cat([mask.flatten() for mask in masks]).double().mean() < 0.35
-    check(found, alone, true)
+    check(result, alone, true)
     torch.manual_seed(12)
     other = compare(run(model, sequences, autocast, packed=True), true, half=True)
     assert other.grads > 2 * BOUND * compare(alone, true, half=True).grads, "the control: another seed is another draw"
@@ -272,6 +272,6 @@ def test_dropout_draws_what_peft_draws(
         with recorded(monkeypatch) as masks:
             run(model, sequences, None, packed=True)
         assert len(masks) == len(theirs) == 14
-        alike = [torch.equal(mask[given], kept[given]) for mask, (given, kept) in zip(masks, theirs, strict=True)]
+        alike = [torch.equal(mask[kwargs], kept[kwargs]) for mask, (kwargs, kept) in zip(masks, theirs, strict=True)]
         assert all(alike) if seed == 11 else not any(alike)
     assert calls == {key: 2 * count for key, count in FUSED.items()}

@@ -21,12 +21,12 @@ T = 40
 def kept(model: Any) -> Iterator[dict[int, int]]:
     """Elements, by their memory, that the first layer without a window saves; parameters aside."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         memory = x.untyped_storage()
         if memory.data_ptr() not in own:
-            found[memory.data_ptr()] = memory.nbytes() // 4  # all of it float32
+            result[memory.data_ptr()] = memory.nbytes() // 4  # all of it float32
         return x
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
@@ -35,7 +35,7 @@ def kept(model: Any) -> Iterator[dict[int, int]]:
         layer.register_forward_pre_hook(lambda *_: hooks.__enter__()),
         layer.register_forward_hook(lambda *_: hooks.__exit__()),
     ]
-    yield found
+    yield result
     for handle in handles:
         handle.remove()
 

@@ -70,8 +70,8 @@ def test_the_layers_are_fast_and_exact(order: str, kind: str, liger: Apply) -> N
     assert (report.tier, report.skipped) == ("fast", ())
     assert report.swapped["norm"] == 2 * len(model.model.layers) + 1
     assert any("Liger" in note and f"{3 * len(model.model.layers) + 1} norms and MLPs" in note for note in report.notes)
-    found = compare(run_batch(model, sequences, kind), alone)
-    assert found.worst <= FLOAT32_BOUND, found
+    result = compare(run_batch(model, sequences, kind), alone)
+    assert result.worst <= FLOAT32_BOUND, result
     # the last norm is outside the layers, and is theirs who came last
     assert ({} if order == "Liger first" else {"norm": 1}) == stand_in.CALLS
     fastpack.verify(model)
@@ -299,8 +299,8 @@ def test_recordings_with_liger(order: str, real: Any) -> None:
         fastpack.patch(fastpack.unpatch(model), graphs="auto")
     for seed in range(5):
         sequences = make_sequences(VOCAB, seed=seed)
-        want, found = run_batch(plain, sequences, "TRL's keywords"), run_batch(model, sequences, "TRL's keywords")
-        assert compare(found, want).worst < 1e-4
+        want, result = run_batch(plain, sequences, "TRL's keywords"), run_batch(model, sequences, "TRL's keywords")
+        assert compare(result, want).worst < 1e-4
     runner = getattr(runtime_of(model.model), "graphs", None)
     assert runner is not None
     assert runner.stats.replays

@@ -34,7 +34,7 @@ def test_queries_of_layers_without_keys(kernels: Implementation, monkeypatch: py
     fastpack.patch(model, kernels=kernels)
     assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
     expected = [(layer.config.num_attention_heads, 0) for layer in layers if layer.is_kv_shared_layer]
-    assert [found for found in heads if found[1] == 0] == (expected if kernels == "triton" else [])
+    assert [result for result in heads if result[1] == 0] == (expected if kernels == "triton" else [])
     assert len(heads) == (len(layers) if kernels == "triton" else 0)
 
 

@@ -186,10 +186,10 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", BATCHES)
 def test_contradictory_batches(what: str, labels: bool) -> None:
     model = fastpack.patch(tiny_model("llama"))
-    given, match = BATCHES[what]
+    inputs, match = BATCHES[what]
     ids = torch.cat(SEQUENCES)[None]
     with pytest.raises(fastpack.PackingError, match=match):
-        model(input_ids=ids, **given, **({"labels": ids} if labels else {}))
+        model(input_ids=ids, **inputs, **({"labels": ids} if labels else {}))
     run_alone(model, SEQUENCES)  # and the model still works
 
 
@@ -215,28 +215,28 @@ def test_a_packed_batch_into_a_sequence_classifier() -> None:
         model(input_ids=torch.cat(SEQUENCES)[None], packed_seq_lens=LENGTHS)
 
 
-@pytest.mark.parametrize("given", ["ids", "another padding id", "embeddings", "prompts"])
+@pytest.mark.parametrize("inputs", ["ids", "another padding id", "embeddings", "prompts"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_classifier_that_would_pool_padding(given: str, side: str) -> None:
+def test_a_classifier_that_would_pool_padding(inputs: str, side: str) -> None:
     """Padding holds zeros: the pooled result would be zero, without a gradient."""
     from peft import PromptTuningConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification
 
     model = tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=2, pad_token_id=0).eval()
-    if given == "prompts":
+    if inputs == "prompts":
         model = get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)).eval()
     alone = torch.cat([model(input_ids=s[None], attention_mask=torch.ones_like(s[None])).logits for s in SEQUENCES])
     ids = torch.nn.utils.rnn.pad_sequence(SEQUENCES, batch_first=True, padding_side=side)
     batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    if given == "another padding id":
+    if inputs == "another padding id":
         batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 3)
-    if given == "embeddings":
+    if inputs == "embeddings":
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
     fastpack.patch(model)
-    if side == "right" and given != "ids":
+    if side == "right" and inputs != "ids":
         with pytest.raises(fastpack.PackingError, match="would pool a slot of padding in 4 of 5 rows"):
             model(**batch)
-    elif side == "left" and given == "prompts":
+    elif side == "left" and inputs == "prompts":
         with pytest.raises(fastpack.PackingError, match="before the padding, pad on the right"):
             model(**batch)
     else:

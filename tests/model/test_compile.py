@@ -237,17 +237,17 @@ def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
 @pytest.mark.slow
 def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1)).eval()
-    given: dict[str, Any] = {"input_ids": torch.cat(make_sequences(VOCAB, (5, 6)))[None], "use_cache": True}
+    kwargs: dict[str, Any] = {"input_ids": torch.cat(make_sequences(VOCAB, (5, 6)))[None], "use_cache": True}
     mask = torch.tensor([[1] * 5 + [2] * 6])
-    stock = model(**given).logits
+    stock = model(**kwargs).logits
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="attention_mask as bools"):
-        compiled(**given, attention_mask=mask.clamp(max=1))
-    assert relative(compiled(**given, attention_mask=mask.bool()).logits, stock) <= FLOAT32_BOUND
+        compiled(**kwargs, attention_mask=mask.clamp(max=1))
+    assert relative(compiled(**kwargs, attention_mask=mask.bool()).logits, stock) <= FLOAT32_BOUND
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(fastpack.PackingError, match="attention_mask numbers several"):
-        compiled(**given, attention_mask=mask)
-    assert relative(compiled(**given, attention_mask=mask.clamp(max=1)).logits, stock) <= FLOAT32_BOUND
+        compiled(**kwargs, attention_mask=mask)
+    assert relative(compiled(**kwargs, attention_mask=mask.clamp(max=1)).logits, stock) <= FLOAT32_BOUND
 
 
 def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:

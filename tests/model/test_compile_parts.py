@@ -134,8 +134,8 @@ def test_batch_after_batch_with_a_packing_context(model_type: str) -> None:
     compiled = torch.compile(model, backend="eager")
     for lengths in ([5, 7], [5, 7], [4, 8], [6, 9]):
         ids = plain_tokens(1, sum(lengths), seed=lengths[0])
-        given = {"input_ids": ids, "packed_seq_lens": PackedSeqLens.from_lengths(lengths)}
-        ours = compiled(**given).logits  # before anything else has run
-        want = model(**given).logits
+        kwargs = {"input_ids": ids, "packed_seq_lens": PackedSeqLens.from_lengths(lengths)}
+        ours = compiled(**kwargs).logits  # before anything else has run
+        want = model(**kwargs).logits
         assert relative(ours, want) <= FLOAT32_BOUND
         assert relative(model(input_ids=ids).logits, want) > 1e3 * FLOAT32_BOUND

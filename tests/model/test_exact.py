@@ -192,10 +192,10 @@ def test_every_output_per_token_is_repadded() -> None:
     model = tiny_model("mixtral")
     batch = padded(make_sequences(VOCAB), "left")
     real = batch["attention_mask"].bool()
-    wanted: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
-    stock = model(**batch, **wanted)
+    target: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+    stock = model(**batch, **target)
     fastpack.patch(model)
-    ours = model(**batch, **wanted)
+    ours = model(**batch, **target)
     assert relative(ours.aux_loss, stock.aux_loss) <= FLOAT32_BOUND
     assert len(ours.hidden_states) == len(stock.hidden_states) == layers(model) + 1
     check_repadded(ours, stock, real)

@@ -168,11 +168,11 @@ def test_transformers_trainer_padded_left_trains_as_padded_right(
         collator = lambda examples: collate(examples, side)  # noqa: E731
         return losses(Trainer(model, arguments, data_collator=collator, train_dataset=rows()))
 
-    wanted = trained("right", False)
-    check_equal(trained("right", True), wanted)
-    check_equal(trained("left", True), wanted)
+    target = trained("right", False)
+    check_equal(trained("right", True), target)
+    check_equal(trained("left", True), target)
     monkeypatch.setattr(first_labels, *control)
-    assert abs(trained("left", True)[0] / wanted[0] - 1) > NAIVE_BOUND
+    assert abs(trained("left", True)[0] / target[0] - 1) > NAIVE_BOUND
 
 
 @pytest.mark.gpu

@@ -203,9 +203,9 @@ def test_experts_are_balanced_over_tokens_whatever_their_segments_number(
     if padded:
         segments[0, 9:] = 0
     lengths = [count for row in segments for number in (1, 2, 3) if (count := int((row == number).sum()))]
-    given = {"labels": ids} if labels else {}
-    numbered = model(input_ids=ids, attention_mask=segments, **given)
-    with_lengths = model(input_ids=ids, attention_mask=(segments > 0).long(), packed_seq_lens=lengths, **given)
+    kwargs = {"labels": ids} if labels else {}
+    numbered = model(input_ids=ids, attention_mask=segments, **kwargs)
+    with_lengths = model(input_ids=ids, attention_mask=(segments > 0).long(), packed_seq_lens=lengths, **kwargs)
     assert relative(numbered.aux_loss, with_lengths.aux_loss) <= FLOAT32_BOUND
     if labels:
         assert relative(numbered.loss, with_lengths.loss) <= FLOAT32_BOUND

@@ -107,8 +107,8 @@ def test_embeddings_and_ids_of_padding_among_the_tokens() -> None:
     model = build("roberta")
     ids = SEQUENCES[2].clone()
     ids[4] = PADDING
-    made = type(model.base_model.embeddings).create_position_ids_from_input_ids(ids[None], PADDING)
-    assert made[0, 3:6].tolist() == [5, PADDING, 6]
+    built = type(model.base_model.embeddings).create_position_ids_from_input_ids(ids[None], PADDING)
+    assert built[0, 3:6].tolist() == [5, PADDING, 6]
     counted = torch.arange(len(ids))[None] + PADDING + 1
     alone = model(input_ids=ids[None], use_cache=False).logits
     embeddings = model.get_input_embeddings()(ids[None]).detach()

@@ -179,9 +179,9 @@ def test_lora(checkpointing: bool) -> None:
         assert compare(run_batch(model, sequences, kind), alone).worst <= FLOAT32_BOUND
     assert sharing(model).stats.shared == 2
     batch = padded(sequences, "left")
-    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with model.disable_adapter(), torch.no_grad():  # the reference, as trainers have it
-        ours = model(**given).logits[batch["attention_mask"] != 0]
+        ours = model(**inputs).logits[batch["attention_mask"] != 0]
         assert sharing(model).stats.shared == 3
         fastpack.unpatch(model)
         stock = torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in sequences])

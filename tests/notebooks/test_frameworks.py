@@ -67,8 +67,8 @@ def test_the_readme_links_to_the_recipes() -> None:
 def run_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *, lightning: bool) -> dict[str, dict[str, Any]]:
     """Run it, and return each framework's losses, stock and patched, and how often fastpack's attention ran."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    given = {"BATCH_SIZE": BATCH_SIZE, "MAX_LENGTH": 256, "LEARNING_RATE": 5e-3}
-    notebook = with_parameters(FRAMEWORKS, make_rows(ROWS), folder, monkeypatch, **given)
+    kwargs = {"BATCH_SIZE": BATCH_SIZE, "MAX_LENGTH": 256, "LEARNING_RATE": 5e-3}
+    notebook = with_parameters(FRAMEWORKS, make_rows(ROWS), folder, monkeypatch, **kwargs)
     cells = [nbformat.v4.new_code_cell(COUNTING)]
     for cell in notebook.cells:
         if lightning or not tagged(cell, "lightning"):
@@ -78,32 +78,32 @@ def run_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *, lightning: bo
     notebook.cells = [*cells, nbformat.v4.new_code_cell("import json\nprint(json.dumps(losses))")]
     execute(notebook, folder)
     nbformat.write(notebook, folder / FRAMEWORKS)
-    told: dict[str, dict[str, Any]] = json.loads(notebook.cells[-1].outputs[0].text)
-    return told
+    reported: dict[str, dict[str, Any]] = json.loads(notebook.cells[-1].outputs[0].text)
+    return reported
 
 
-def assert_equal_to_stock(told: dict[str, Any]) -> None:
-    stock, patched = told["stock"], told["patched"]
+def assert_equal_to_stock(reported: dict[str, Any]) -> None:
+    stock, patched = reported["stock"], reported["patched"]
     assert len(stock) == STEPS
     assert stock[-1] < stock[0]  # it learned something
     assert patched == pytest.approx(stock, rel=1e-5)
-    assert told["attended"] == STEPS * LAYERS  # in the patched run, and in that alone
+    assert reported["attended"] == STEPS * LAYERS  # in the patched run, and in that alone
 
 
 @pytest.mark.slow
 def test_trainer_and_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = run_notebook(tmp_path, monkeypatch, lightning=False)
-    assert told.keys() == {"trainer", "accelerate"}
-    for framework in told.values():
+    reported = run_notebook(tmp_path, monkeypatch, lightning=False)
+    assert reported.keys() == {"trainer", "accelerate"}
+    for framework in reported.values():
         assert_equal_to_stock(framework)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="LIGHTNING IS NOT INSTALLED: [frameworks]")
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = run_notebook(tmp_path, monkeypatch, lightning=True)
-    assert told.keys() == {"trainer", "accelerate", "lightning"}
-    assert_equal_to_stock(told["lightning"])
+    reported = run_notebook(tmp_path, monkeypatch, lightning=True)
+    assert reported.keys() == {"trainer", "accelerate", "lightning"}
+    assert_equal_to_stock(reported["lightning"])
 
 
 @dataclass(frozen=True)
@@ -251,13 +251,13 @@ def test_files_that_a_framework_loads(framework: Framework, tmp_path: Path) -> N
     (tmp_path / name).write_text(COUNTING + AT_EXIT + text)
     settings = "".join(line for line in blocks.get("yaml", "").splitlines(True) if not line.startswith("plugins"))
 
-    stock, said = losses_of(framework.stock, framework.config + settings, tmp_path, "stock")
-    assert "fastpack:" not in said  # no report: nothing was patched
-    patched, said = losses_of(blocks["bash"], framework.config + blocks.get("yaml", ""), tmp_path, "patched")
+    stock, message = losses_of(framework.stock, framework.config + settings, tmp_path, "stock")
+    assert "fastpack:" not in message  # no report: nothing was patched
+    patched, message = losses_of(blocks["bash"], framework.config + blocks.get("yaml", ""), tmp_path, "patched")
     assert len(stock) == STEPS
     assert stock[-1] < stock[0]
     assert patched == pytest.approx(stock, rel=1e-5)
-    assert re.search(r"attention +│ segments", said)  # the report that the recipe prints
-    (attended,) = re.findall(r"fastpack attended (\d+) times", said)
+    assert re.search(r"attention +│ segments", message)  # the report that the recipe prints
+    (attended,) = re.findall(r"fastpack attended (\d+) times", message)
     assert int(attended) >= STEPS * LAYERS  # more where layers are checkpointed
     print(framework.tag, stock, patched, sep="\n")

@@ -49,13 +49,13 @@ def save_tiny_model(rows: list[Row], folder: Path) -> Path:
     return model
 
 
-def with_parameters(name: str, rows: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
+def with_parameters(name: str, rows: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Any:
     """Return the notebook with these parameters, a tiny model and these rows in its cell of parameters."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = save_tiny_model(rows, folder)
-    parameters = {"MODEL": str(model), "DATASET": str(write_rows(rows, folder)), "MAX_STEPS": STEPS, **given}
+    parameters = {"MODEL": str(model), "DATASET": str(write_rows(rows, folder)), "MAX_STEPS": STEPS, **kwargs}
 
     notebook = read(name)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
@@ -70,16 +70,22 @@ def execute(notebook: Any, folder: Path) -> None:
 
 
 def run(
-    name: str, rows: list[Row], patching: str, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any
+    name: str,
+    rows: list[Row],
+    patching: str,
+    reported: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Run a notebook with these parameters, and give what ``told`` says at its end.
 
     ``patching`` is what the cell holds that patches; its report is kept.
     """
-    notebook = with_parameters(name, rows, folder, monkeypatch, **given)
+    notebook = with_parameters(name, rows, folder, monkeypatch, **kwargs)
     patched = next(cell for cell in notebook.cells if patching in cell.source and "print(" in cell.source)
     patched.source += f"\nreport_of_test = fastpack.report({patching.split('(')[1]}.to_dict()"
-    notebook.cells.append(nbformat.v4.new_code_cell(f"import json; print(json.dumps({told}))"))
+    notebook.cells.append(nbformat.v4.new_code_cell(f"import json; print(json.dumps({reported}))"))
     execute(notebook, folder)
 
     *_, plotted, last = (cell for cell in notebook.cells if cell.cell_type == "code")
@@ -91,9 +97,9 @@ def run(
 
 @trains_on_cpu
 def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"BATCH_SIZE": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3}
-    told = "{'runs': runs, 'report': report_of_test}"
-    figures = run(SFT, make_rows(48), "fastpack.patch(model)", told, tmp_path, monkeypatch, **given)
+    kwargs = {"BATCH_SIZE": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3}
+    reported = "{'runs': runs, 'report': report_of_test}"
+    figures = run(SFT, make_rows(48), "fastpack.patch(model)", reported, tmp_path, monkeypatch, **kwargs)
     stock, padding_free = figures["runs"]["stock, padded"], figures["runs"]["patched"]
     assert len(stock["loss"]) == STEPS
     assert padding_free["loss"] == pytest.approx(stock["loss"], rel=1e-4)
@@ -104,9 +110,9 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @trains_on_cpu
 def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"PAIRS": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3, "BETA": 0.1}
-    told = "{'runs': runs, 'report': report_of_test, 'apart': [loss_apart, margin_apart], 'counts': [real, slots]}"
-    figures = run(DPO, make_pairs(48), "fastpack.patch(trainer)", told, tmp_path, monkeypatch, **given)
+    kwargs = {"PAIRS": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3, "BETA": 0.1}
+    reported = "{'runs': runs, 'report': report_of_test, 'apart': [loss_apart, margin_apart], 'counts': [real, slots]}"
+    figures = run(DPO, make_pairs(48), "fastpack.patch(trainer)", reported, tmp_path, monkeypatch, **kwargs)
     stock, padding_free = figures["runs"]["stock, padded"], figures["runs"]["patched"]
     assert len(stock["loss"]) == STEPS
     assert padding_free["loss"] == pytest.approx(stock["loss"], rel=1e-5)

@@ -175,16 +175,16 @@ def test_forward_and_frozen_backward_are_one_launch_and_nothing_else(monkeypatch
     assert (launches.count, others) == (1, [])
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (2, 3)])
-def test_only_needed_gradients_are_computed(wanted: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("target", [(0,), (1,), (2,), (3,), (0, 3), (2, 3)])
+def test_only_needed_gradients_are_computed(target: tuple[int, ...]) -> None:
     leaves, cotangents = inputs((5, 4, 2, 8, 6))
     cos, sin = tables(5, 6, "half")
-    some = [x if i in wanted else x.detach() for i, x in enumerate(leaves)]
+    some = [x if i in target else x.detach() for i, x in enumerate(leaves)]
     grads = []
     for implementation, args in (("torch", leaves), ("triton", some)):
         out = norm_rope(*args, EPS, cos, sin, implementation=implementation)  # type: ignore[arg-type]
         needy = [(y, c) for y, c in zip(out, cotangents, strict=True) if y.requires_grad]
-        grads.append(torch.autograd.grad([y for y, _ in needy], [leaves[i] for i in wanted], [c for _, c in needy]))
+        grads.append(torch.autograd.grad([y for y, _ in needy], [leaves[i] for i in target], [c for _, c in needy]))
     assert error_of(*grads) < 2e-6
 
 

@@ -74,8 +74,8 @@ def test_found_now_or_before() -> None:
     assert packed.prefixes_in(ids).saved == SAVED
     bucketed = packed.bucketed()
     assert bucketed.prefixes_in(bucketed.unpad(ids)).saved >= SAVED
-    said = Prefixes((0, 1), (0, 3))
-    assert replace(packed, prefixes=said).prefixes_in(ids) is said
+    message = Prefixes((0, 1), (0, 3))
+    assert replace(packed, prefixes=message).prefixes_in(ids) is message
 
 
 def test_known_to_be_shared_before_bucket_padding() -> None:

@@ -101,22 +101,22 @@ def tag(module: Any) -> None:
     module.weight = Tagged(module.weight, module.weight.requires_grad)
 
 
-def replace(model: Any, made: Callable[[Any], nn.Module]) -> None:
+def replace(model: Any, built: Callable[[Any], nn.Module]) -> None:
     mlp = model.get_submodule("model.layers.1.mlp")
-    mlp.up_proj = made(mlp.up_proj)
+    mlp.up_proj = built(mlp.up_proj)
 
 
 def doubled(linear: Any) -> nn.Module:
-    made = Doubled(linear.in_features, linear.out_features, bias=False)
-    made.weight = linear.weight
-    return made
+    built = Doubled(linear.in_features, linear.out_features, bias=False)
+    built.weight = linear.weight
+    return built
 
 
 def in_8_bit(linear: Any) -> nn.Module:
     bnb = pytest.importorskip("bitsandbytes")
-    made = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
-    made.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
-    return made.to("cpu")
+    built = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+    built.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
+    return built.to("cpu")
 
 
 def second(model: Any, active: Any = "second", **settings: Any) -> None:
@@ -222,15 +222,15 @@ def found_at(model: Any, where: str = WHERE) -> Any:
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Count the calls of each module without a hook, since a hook would be a reason itself."""
-    found: Counter[int] = Counter()
+    result: Counter[int] = Counter()
     stock = nn.Module.__call__
 
     def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found[id(self)] += 1
+        result[id(self)] += 1
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "__call__", counted)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -274,12 +274,12 @@ def test_offloaded_with_the_module_around_them() -> None:
     fastpack.patch(model)
     assert fastpack.report(model).as_modules == {}
     cpu_offload(model, execution_device=torch.device("cpu"), preload_module_classes=["LlamaMLP"])
-    found = fastpack.report(model).as_modules
-    assert found == {HOOKS: 8, "its weight is offloaded": 6}, "q, k, v, o; gate, up, down; of two layers"
+    result = fastpack.report(model).as_modules
+    assert result == {HOOKS: 8, "its weight is offloaded": 6}, "q, k, v, o; gate, up, down; of two layers"
     batch = INPUT_KINDS[KIND](sequences)
     logits = split_logits(model(**batch).logits, batch, sequences)
     assert relative(torch.cat(logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
-    assert fastpack.report(model).as_modules == found
+    assert fastpack.report(model).as_modules == result
 
 
 def test_an_adapter_that_is_offloaded_or_has_no_weight(tmp_path: Path) -> None:
@@ -323,9 +323,9 @@ def test_updates_over_modules_take_the_chosen_kernels(
         if name.endswith("base_layer"):
             module.register_forward_hook(lambda *_: None)
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
-        wanted = model(input_ids=sequence[None]).logits
+        expected = model(input_ids=sequence[None]).logits
         fastpack.patch(model, kernels=kernels)
-        found = model(input_ids=sequence[None], packed_seq_lens=[19]).logits
-    assert relative(found, wanted) <= 1e-2
+        result = model(input_ids=sequence[None], packed_seq_lens=[19]).logits
+    assert relative(result, expected) <= 1e-2
     assert calls["add_updates"] == 8, "q, k, v; o; gate and up; down, of two layers"
     assert len(expansions) == (8 if kernels == "triton" else 0)

@@ -65,9 +65,9 @@ def test_what_does_not_match_keeps_its_forward_aloud(monkeypatch: pytest.MonkeyP
     judged_by(Judge("off by 0.5"), monkeypatch, "LlamaMLP")
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
-    with pytest.warns(FastpackWarning, match=r"LlamaMLP of .*: off by 0\.5\. Its own forward runs") as told:
+    with pytest.warns(FastpackWarning, match=r"LlamaMLP of .*: off by 0\.5\. Its own forward runs") as reported:
         fastpack.patch(model)
-    assert [each.filename for each in told] == [__file__]
+    assert [each.filename for each in reported] == [__file__]
     report = fastpack.report(model)
     assert "mlp" not in report.swapped
     assert report.matched == ()
@@ -108,8 +108,8 @@ def test_a_form_of_earlier_releases_is_tried_too(
     judge = Judge("off", {} if matching is None else {matching: ""})
     model = build_tiny("nemotron_h")
     family = FAMILIES["nemotron_h"]
-    found, left = match_specs(model, family, ["NemotronHRMSNorm"], judge)
-    assert found.get("NemotronHRMSNorm") == form
+    result, left = match_specs(model, family, ["NemotronHRMSNorm"], judge)
+    assert result.get("NemotronHRMSNorm") == form
     assert len(left) == len(recwarn) == (form is None)
     assert len(judge.asked) == 1 + (form != OLMO2_NORM)
 
@@ -117,9 +117,9 @@ def test_a_form_of_earlier_releases_is_tried_too(
 def test_untried_stock_attention_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     fastpack.patch(build_tiny("gpt2"))  # a warning is an error here
     monkeypatch.delitem(lock.proved(), "GPT2Attention")
-    with pytest.warns(UntriedVersionWarning, match="GPT2Attention of transformers") as told:
+    with pytest.warns(UntriedVersionWarning, match="GPT2Attention of transformers") as reported:
         fastpack.patch(build_tiny("gpt2"))
-    assert [each.filename for each in told] == [__file__]
+    assert [each.filename for each in reported] == [__file__]
 
 
 def test_a_mixer_that_was_not_read_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,10 @@ def test_a_function_in_the_shared_table(family: str, place: Places, monkeypatch:
             assert MINE in said_by(each, input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
         assert MINE in said_by(model.base_model, **BATCH)
         assert not CALLS
-        wanted = stock(IDS, use_cache=True).logits
-        assert torch.equal(model(IDS, use_cache=True).logits, wanted), "what has a cache runs the stock forward"
+        expected = stock(IDS, use_cache=True).logits
+        assert torch.equal(model(IDS, use_cache=True).logits, expected), "what has a cache runs the stock forward"
         fastpack.unpatch(model)
-        assert torch.equal(model(IDS).logits, wanted)
+        assert torch.equal(model(IDS).logits, expected)
         assert len(CALLS) >= 3
     fastpack.patch(model)
     model(**BATCH)
@@ -127,8 +127,8 @@ def test_masks_of_ones_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They say who sees whom, and nobody asks for them in a patched model."""
     sdpa, eager = (fastpack.patch(tiny_model("llama", attn_implementation=name)) for name in ("sdpa", "eager"))
     monkeypatch.setitem(getattr(ALL_MASK_ATTENTION_FUNCTIONS, where), "sdpa", mine)
-    for said in (said_by(sdpa, **BATCH), said_by(fastpack.patch, tiny_model("llama", attn_implementation="sdpa"))):
-        assert "the masks of attn_implementation='sdpa' are made by test_others_attention.mine" in said
+    for message in (said_by(sdpa, **BATCH), said_by(fastpack.patch, tiny_model("llama", attn_implementation="sdpa"))):
+        assert "the masks of attn_implementation='sdpa' are made by test_others_attention.mine" in message
     eager(**BATCH)
     monkeypatch.undo()
     sdpa(**BATCH)
@@ -188,9 +188,9 @@ def louder(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def test_torchs_function_replaced(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fastpack.patch(model_of(family))
     monkeypatch.setattr(F, "scaled_dot_product_attention", louder)
-    for said in (said_by(model, **BATCH), said_by(fastpack.patch, model_of(family))):
-        assert "scaled_dot_product_attention is now test_others_attention.louder" in said
-    mend = re.search(r"\((torch\S+ = torch\S+)\)", said)
+    for message in (said_by(model, **BATCH), said_by(fastpack.patch, model_of(family))):
+        assert "scaled_dot_product_attention is now test_others_attention.louder" in message
+    mend = re.search(r"\((torch\S+ = torch\S+)\)", message)
     assert mend is not None
     target, value = mend[1].split(" = ")
     assert target == "torch.nn.functional.scaled_dot_product_attention"
@@ -201,10 +201,10 @@ def test_torchs_function_replaced(family: str, monkeypatch: pytest.MonkeyPatch) 
 
 def eval_name(dotted: str) -> Any:
     """The object of a dotted name."""
-    found: Any = {"torch": torch, "transformers": transformers}[dotted.partition(".")[0]]
+    result: Any = {"torch": torch, "transformers": transformers}[dotted.partition(".")[0]]
     for name in dotted.split(".")[1:]:
-        found = getattr(found, name)
-    return found
+        result = getattr(result, name)
+    return result
 
 
 class Rerouted(TorchFunctionMode):
@@ -223,10 +223,10 @@ class Below(TorchDispatchMode):
 def test_modes_that_may_reroute_attention(make: Callable[[], Any]) -> None:
     model = fastpack.patch(tiny_model("llama", attn_implementation="sdpa"))
     with make() as mode:
-        said = said_by(model, **BATCH)
+        message = said_by(model, **BATCH)
         assert "Nothing was changed" in said_by(fastpack.patch, tiny_model("llama", attn_implementation="sdpa"))
-    assert f"test_others_attention.{type(mode).__name__} is active" in said
-    assert SPREAD in said
+    assert f"test_others_attention.{type(mode).__name__} is active" in message
+    assert SPREAD in message
     model(**BATCH)
 
 
@@ -257,11 +257,11 @@ def test_torchs_own_modes(name: str) -> None:
 
 def test_selective_checkpointing_of_the_whole_model() -> None:
     model = tiny_model("llama", attn_implementation="sdpa").train()
-    wanted = fastpack.patch(model)(**BATCH).logits
+    expected = fastpack.patch(model)(**BATCH).logits
     contexts = lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default])  # noqa: E731
-    found = checkpoint(lambda: model(**BATCH).logits, use_reentrant=False, context_fn=contexts)
-    found.sum().backward()
-    assert torch.equal(found, wanted)
+    result = checkpoint(lambda: model(**BATCH).logits, use_reentrant=False, context_fn=contexts)
+    result.sum().backward()
+    assert torch.equal(result, expected)
 
 
 def hidden_in(attention: str, where: str, changed: pytest.MonkeyPatch, model: Any) -> Any:
@@ -310,11 +310,11 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch, compile_anew: None) -> None:
     batch = {"input_ids": packed.unpad(IDS), "packed_seq_lens": packed.flattened()}
     compiler = CompileCounter()
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
-    wanted = compiled(**batch).logits
+    expected = compiled(**batch).logits
     refused = pytest.raises(torch._dynamo.exc.Unsupported, match="test_others_attention")
     with monkeypatch.context() as changed, hidden_in("sdpa", "assigned", changed, model), refused:
         compiled(**batch)
-    assert torch.equal(compiled(**batch).logits, wanted)
+    assert torch.equal(compiled(**batch).logits, expected)
     assert compiler.frame_count == 1
 
 
@@ -338,14 +338,14 @@ def test_the_advice_works(case: str, after: bool, monkeypatch: pytest.MonkeyPatc
         place(monkeypatch, name, mine)
     if names[0] != "sdpa":
         model.set_attn_implementation(names[0])
-    said = said_by(model, **BATCH) if after else said_by(fastpack.patch, model)
-    assert advice in said
-    if other := re.search(r"model.set_attn_implementation\('(\w+)'\)", said):
+    message = said_by(model, **BATCH) if after else said_by(fastpack.patch, model)
+    assert advice in message
+    if other := re.search(r"model.set_attn_implementation\('(\w+)'\)", message):
         model.set_attn_implementation(other[1])
-    elif entry := re.search(r"del transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS\['(\w+)'\]", said):
+    elif entry := re.search(r"del transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS\['(\w+)'\]", message):
         del transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[entry[1]]
     else:
-        call = re.search(r"\(([\w.]+)\('(\w+)', ([\w.]+)\)\)", said)
+        call = re.search(r"\(([\w.]+)\('(\w+)', ([\w.]+)\)\)", message)
         assert call is not None
         eval_name(call[1])(call[2], eval_name(call[3]))
     fastpack.patch(model)
@@ -360,11 +360,11 @@ def test_a_trainer_whose_accelerator_spreads_sequences(size: str, tmp_path: Path
     fastpack.unpatch(fastpack.patch(trainer))
     trainer.accelerator.state.parallelism_config = ParallelismConfig(**{size: 2})
     kind = "context" if size == "cp_size" else "sequence"
-    said = said_by(fastpack.patch, trainer)
-    assert f"the accelerator of this {type(trainer).__name__} has {size}=2: {kind} parallelism" in said
+    message = said_by(fastpack.patch, trainer)
+    assert f"the accelerator of this {type(trainer).__name__} has {size}=2: {kind} parallelism" in message
     assert not fastpack.is_patched(trainer)
-    for said in (said_by(fastpack.patch, tiny_model("llama")), said_by(bare, **BATCH)):
-        assert f"has {size}=2: {kind} parallelism" in said
+    for message in (said_by(fastpack.patch, tiny_model("llama")), said_by(bare, **BATCH)):
+        assert f"has {size}=2: {kind} parallelism" in message
     bare(IDS, use_cache=True)
 
 

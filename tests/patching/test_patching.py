@@ -277,15 +277,15 @@ def test_masks_of_zeros_and_ones_take_the_stock_path(dtype: torch.dtype, monkeyp
     monkeypatch.setattr(inputs, "read_segments", lambda mask: read.append(mask) or numbers(mask))
     model = tiny_model("llama").eval()
     batch = padded(make_sequences(VOCAB, (4, 9, 6)), "left")
-    given = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3].to(dtype)}
+    arguments = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3].to(dtype)}
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    stock = model.generate(**given, **settings), model(**given, use_cache=True).logits
+    stock = model.generate(**arguments, **settings), model(**arguments, use_cache=True).logits
     fastpack.patch(model)
-    assert torch.equal(model.generate(**given, **settings), stock[0])
+    assert torch.equal(model.generate(**arguments, **settings), stock[0])
     assert not read
-    assert torch.equal(model(**given, use_cache=True).logits, stock[1])
+    assert torch.equal(model(**arguments, use_cache=True).logits, stock[1])
     assert len(read) == (0 if dtype == torch.bool else 1)
-    model(input_ids=given["input_ids"][:, -1:], attention_mask=given["attention_mask"][:, -1:], use_cache=True)
+    model(input_ids=arguments["input_ids"][:, -1:], attention_mask=arguments["attention_mask"][:, -1:], use_cache=True)
     assert len(read) == (0 if dtype == torch.bool else 1)
 
 
@@ -379,10 +379,10 @@ def test_a_model_that_gets_no_faster_warns() -> None:
         fastpack.patch(build_tiny("bamba"))
 
 
-@pytest.mark.parametrize(("model_type", "said"), [("gemma4_text", True), ("gemma3n_text", True), ("llama", False)])
-def test_the_report_notes_what_checkpointing_would_lose(model_type: str, said: bool) -> None:
+@pytest.mark.parametrize(("model_type", "message"), [("gemma4_text", True), ("gemma3n_text", True), ("llama", False)])
+def test_the_report_notes_what_checkpointing_would_lose(model_type: str, message: bool) -> None:
     notes = fastpack.report(fastpack.patch(build_tiny(model_type))).notes
-    assert any("reentrant checkpointing loses gradients" in note for note in notes) == said
+    assert any("reentrant checkpointing loses gradients" in note for note in notes) == message
 
 
 def test_the_report_notes_what_autocast_will_change(monkeypatch: pytest.MonkeyPatch) -> None:

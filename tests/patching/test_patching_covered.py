@@ -37,14 +37,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def ours_in(model: nn.Module) -> list[str]:
     """Names of the modules on which a forward or a hook of fastpack's still does something."""
 
-    def does_something(found: Any) -> bool:
-        return isinstance(found, (Replacement, PreHook)) and found.enabled
+    def does_something(result: Any) -> bool:
+        return isinstance(result, (Replacement, PreHook)) and result.enabled
 
     return [
         name
         for name, module in model.named_modules()
-        for found in (*module._forward_pre_hooks.values(), *map(module.__dict__.get, ("forward", "_old_forward")))
-        if does_something(found)
+        for result in (*module._forward_pre_hooks.values(), *map(module.__dict__.get, ("forward", "_old_forward")))
+        if does_something(result)
     ]
 
 
@@ -268,14 +268,14 @@ def test_verify_knows_autocast_from_float32() -> None:
     from accelerate import Accelerator
 
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(tiny_model("llama"))
-    found = fastpack.verify(fastpack.patch(prepared), lengths=SHORT)
-    assert found.dtype == "bfloat16"
-    assert min(check.bound for check in found.checks) >= torch.finfo(torch.bfloat16).eps / 2
+    result = fastpack.verify(fastpack.patch(prepared), lengths=SHORT)
+    assert result.dtype == "bfloat16"
+    assert min(check.bound for check in result.checks) >= torch.finfo(torch.bfloat16).eps / 2
     model = fastpack.patch(tiny_model("llama"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fastpack.verify(model, lengths=SHORT).dtype == "bfloat16"
-    found = fastpack.verify(model, lengths=SHORT)
-    assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("float32", {1e-5})
+    result = fastpack.verify(model, lengths=SHORT)
+    assert (result.dtype, {check.bound for check in result.checks if not check.at_least}) == ("float32", {1e-5})
 
 
 def test_verify_refuses_what_gives_one_result_a_row() -> None:
@@ -293,8 +293,8 @@ def test_a_patch_that_can_t_be_changed_stays() -> None:
     for _ in range(2):
         with pytest.raises(PatchError, match="already replaced"):
             fastpack.patch(model, loss="fused")
-        found = options_of(model)
-        assert found == PatchOptions(kernels="torch")
+        result = options_of(model)
+        assert result == PatchOptions(kernels="torch")
         check_exact(model, alone)
     fastpack.unpatch(model)
     assert not ours_in(model)

@@ -75,8 +75,8 @@ def test_accelerate_offload(disk: bool, patch_first: bool, loss: Any, tmp_path: 
         batch = INPUT_KINDS[kind](sequences)
         with pytest.warns(fastpack.errors.FastpackWarning) if loss and patch_first else nullcontext():
             out = model(**batch)
-        found = split_logits(out.logits, batch, sequences)
-        assert max(relative(a, b) for a, b in zip(found, alone.logits, strict=True)) <= FLOAT32_BOUND
+        result = split_logits(out.logits, batch, sequences)
+        assert max(relative(a, b) for a, b in zip(result, alone.logits, strict=True)) <= FLOAT32_BOUND
         assert relative(out.loss, alone.loss) <= FLOAT32_BOUND
 
 

@@ -153,12 +153,12 @@ def test_noise_in_training(model_type: str, settings: dict[str, Any], what: str)
     """Copies of a token would have had one mask: nothing is shared, but in evaluation."""
     model = patched(tiny_model(model_type, **settings))
     batch = padded(pairs(), "left")
-    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    model(**given)
+    kwargs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    model(**kwargs)
     assert DROPOUT in whole(model)
     assert any(part in whole(model) for part in (what, model_type.upper()))
     model.eval()
-    model(**given)
+    model(**kwargs)
     assert sharing(model).stats.shared == 1
 
 
@@ -193,9 +193,9 @@ def test_other_inputs() -> None:
     embeds = model.get_input_embeddings()(batch["input_ids"])
     mask = batch["attention_mask"]
     fastpack.patch(model)
-    wanted = model(inputs_embeds=embeds, attention_mask=mask).logits
+    expected = model(inputs_embeds=embeds, attention_mask=mask).logits
     patched(model)
-    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, wanted)
+    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, expected)
     assert whole(model) == "inputs_embeds came with the batch, and may differ between equal ids"
 
 
@@ -231,10 +231,10 @@ def test_generate() -> None:
     """With a cache the stock path runs, and shares nothing."""
     model: Any = tiny_model("llama").eval()
     batch = padded(pairs(), "left")
-    given = {"input_ids": batch["input_ids"][:-1], "attention_mask": batch["attention_mask"][:-1]}
-    wanted = model.generate(**given, max_new_tokens=4, do_sample=False)
+    kwargs = {"input_ids": batch["input_ids"][:-1], "attention_mask": batch["attention_mask"][:-1]}
+    expected = model.generate(**kwargs, max_new_tokens=4, do_sample=False)
     patched(model)
-    assert torch.equal(model.generate(**given, max_new_tokens=4, do_sample=False), wanted)
+    assert torch.equal(model.generate(**kwargs, max_new_tokens=4, do_sample=False), expected)
 
 
 def test_compiled(compile_anew: None) -> None:
@@ -242,8 +242,8 @@ def test_compiled(compile_anew: None) -> None:
     model, sequences = tiny_model("llama"), pairs()
     alone = run_alone(model, sequences)
     compiled: Any = torch.compile(patched(model), backend="eager")
-    found = run_batch(compiled, sequences, "packed_seq_lens")
-    assert relative(torch.cat(found.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
+    result = run_batch(compiled, sequences, "packed_seq_lens")
+    assert relative(torch.cat(result.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
     assert sharing(model).stats.batches == 0
 
 
@@ -258,10 +258,10 @@ def test_compiled_layers(model_type: str, compile_anew: None) -> None:
     for layer in layers.layers if model_type == "llama" else layers.h:
         layer.compile(backend="aot_eager")
     for batch in (sequences, sequences[:-1]):
-        found = run_batch(model, batch, "padded left")
-        assert relative(torch.cat(found.logits), torch.cat(alone.logits[: len(batch)])) <= FLOAT32_BOUND
+        result = run_batch(model, batch, "padded left")
+        assert relative(torch.cat(result.logits), torch.cat(alone.logits[: len(batch)])) <= FLOAT32_BOUND
         if batch is sequences:
-            assert compare(found, alone).worst <= FLOAT32_BOUND
+            assert compare(result, alone).worst <= FLOAT32_BOUND
     assert sharing(model).stats.shared == 2
 
 
@@ -269,12 +269,12 @@ def test_one_packing_for_a_reference_in_inference_mode() -> None:
     """What is kept with a batch was made where autograd takes no note, and serves the policy's forward behind it."""
     model, sequences = patched(tiny_model("gpt2")), pairs()
     batch = fastpack.with_packed_seq_lens(lambda examples: padded(examples, "left"))(sequences)
-    given = {"input_ids": batch["input_ids"], "packed_seq_lens": batch["packed_seq_lens"]}
+    kwargs = {"input_ids": batch["input_ids"], "packed_seq_lens": batch["packed_seq_lens"]}
     with torch.inference_mode():
-        wanted = model(**given).logits
-    ours = model(**given).logits
+        expected = model(**kwargs).logits
+    ours = model(**kwargs).logits
     ours.sum().backward()
-    assert torch.equal(ours, wanted)
+    assert torch.equal(ours, expected)
     assert sharing(model).stats.shared == 2
 
 

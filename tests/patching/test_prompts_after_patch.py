@@ -52,8 +52,8 @@ def wrapped(kind: str, *, patch: str = "", model: nn.Module | None = None, **tas
     if patch == "first":
         fastpack.patch(model)
     torch.manual_seed(1)
-    found = get_peft_model(model, PROMPTS[kind](**(task or CAUSAL)))
-    return fastpack.patch(found) if patch == "after" else found
+    result = get_peft_model(model, PROMPTS[kind](**(task or CAUSAL)))
+    return fastpack.patch(result) if patch == "after" else result
 
 
 def batch_of(kind: str, **batch: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def packings(sequences: list[Tensor]) -> dict[str, dict[str, Any]]:
     keywords = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
     numbers = torch.cat([torch.full_like(s, i + 1) for i, s in enumerate(sequences)])[None]
     restarting = positions(sequences)
-    said: dict[str, dict[str, Any]] = {
+    message: dict[str, dict[str, Any]] = {
         "position_ids": {"position_ids": restarting},
         "with a mask of ones": {"position_ids": restarting, "attention_mask": torch.ones_like(ids)},
         "with cu_seq_lens": {"position_ids": restarting, **keywords},
@@ -76,7 +76,7 @@ def packings(sequences: list[Tensor]) -> dict[str, dict[str, Any]]:
         "packed_seq_lens": {"packed_seq_lens": list(LENGTHS)},
         "numbered mask": {"attention_mask": numbers},
     }
-    return {name: {"input_ids": ids, "labels": ids, **how} for name, how in said.items()}
+    return {name: {"input_ids": ids, "labels": ids, **how} for name, how in message.items()}
 
 
 def loss_and_gradients(model: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -93,8 +93,8 @@ def test_padded_on_the_right_is_exact(kind: str) -> None:
     assert gradients
     for order in ("first", "after"):
         model = wrapped(kind, patch=order)
-        found, its = loss_and_gradients(model, batch)
-        assert relative(found, loss) <= FLOAT32_BOUND
+        result, its = loss_and_gradients(model, batch)
+        assert relative(result, loss) <= FLOAT32_BOUND
         assert its.keys() == gradients.keys()
         assert max(relative(its[name], gradients[name]) for name in its) <= FLOAT32_BOUND
         (note,) = (note for note in fastpack.report(model).notes if "PEFT's prompts" in note)
@@ -208,9 +208,9 @@ def test_embeddings_of_ones_own() -> None:
     batch = padded(make_sequences(VOCAB, LENGTHS), "right")
     embeds = model.get_input_embeddings()(batch["input_ids"])
     named = ("position_ids", "past_key_values", "output_attentions", "output_hidden_states", "return_dict")
-    found = model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **dict.fromkeys(named)).logits
+    result = model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **dict.fromkeys(named)).logits
     want = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    assert relative(found, want) <= FLOAT32_BOUND
+    assert relative(result, want) <= FLOAT32_BOUND
 
 
 def test_a_cache_with_packed_positions_is_refused() -> None:

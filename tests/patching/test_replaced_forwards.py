@@ -153,7 +153,7 @@ def test_attention_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["attention", "layer", "backbone", "norm"])
 def test_after_the_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = fastpack.patch(tiny_model("llama", attn_implementation="sdpa"))
-    wanted = model(**BATCH).logits
+    expected = model(**BATCH).logits
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     put(monkeypatch, name)
     cls, forward = PLACES[name]
@@ -162,7 +162,7 @@ def test_after_the_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PatchError, match=f"{cls.__name__} became {HERE}{forward.__name__} after the patch"):
             each(**BATCH)
     monkeypatch.undo()
-    assert torch.equal(model(**BATCH).logits, wanted)
+    assert torch.equal(model(**BATCH).logits, expected)
 
 
 def test_a_head_after_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:

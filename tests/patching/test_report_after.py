@@ -23,8 +23,8 @@ from fastpack.errors import BackendUnavailableError, FastpackWarning
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    found: nn.ModuleList = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
-    return found
+    result: nn.ModuleList = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
+    return result
 
 
 def replicate(layers: nn.ModuleList) -> None:
@@ -48,16 +48,16 @@ def test_copied_layers(model_type: str, tier: str) -> None:
     assert before.tier == tier
     for each in (stock, model):
         replicate(layers_of(each))
-    found = fastpack.report(model)
-    assert found.tier == tier
-    assert len(found.layers[tier]) == len(before.layers[tier]) + 1
-    assert not found.skipped
+    result = fastpack.report(model)
+    assert result.tier == tier
+    assert len(result.layers[tier]) == len(before.layers[tier]) + 1
+    assert not result.skipped
     fastpack.unpatch(model)
     assert not ours_in(model)
     assert not any("fastpack" in str(getattr(m, "config", None)) for m in model.modules())
     assert loss_of(model) == loss_of(stock)
     fastpack.patch(model)
-    assert len(fastpack.report(model).layers[tier]) == len(found.layers[tier])
+    assert len(fastpack.report(model).layers[tier]) == len(result.layers[tier])
     assert abs(loss_of(model) - loss_of(stock)) < FLOAT32_BOUND * 10
 
 
@@ -87,10 +87,10 @@ def test_layers_cut_and_put_in() -> None:
     assert fastpack.report(model).layers == {"fast": ("layers.0.self_attn",)}
     assert not fastpack.report(model).skipped
     model.model.layers.append(tiny_model("llama").model.layers[0])
-    found = fastpack.report(model)
-    assert found.layers == {"fast": ("layers.0.self_attn",)}
-    assert [(name, why[:2]) for name, why in found.skipped] == [("LlamaAttention", "1 ")]
-    assert "patch(unpatch(model))" in str(found)
+    result = fastpack.report(model)
+    assert result.layers == {"fast": ("layers.0.self_attn",)}
+    assert [(name, why[:2]) for name, why in result.skipped] == [("LlamaAttention", "1 ")]
+    assert "patch(unpatch(model))" in str(result)
     fastpack.patch(fastpack.unpatch(model))
     assert len(fastpack.report(model).layers["fast"]) == 2
 
@@ -135,10 +135,10 @@ def test_copies_share_the_scope_that_tells_them_the_packing() -> None:
     before = fastpack.report(model)
     for each in (model, plain):
         replicate(layers_of(each))
-    found = fastpack.report(model)
+    result = fastpack.report(model)
     (tier,) = before.layers
-    assert len(found.layers[tier]) == len(before.layers[tier]) + 1
-    assert not found.skipped
+    assert len(result.layers[tier]) == len(before.layers[tier]) + 1
+    assert not result.skipped
     check_exact(model, run_alone(plain, make_sequences(VOCAB)))
 
 

@@ -182,12 +182,12 @@ def test_velora_is_isolated_or_reported(init_type: Any, order: str) -> None:
             run_alone(each, sequences[:1])
         assert not said()
     alone = run_alone(stock, sequences)
-    found = run_batch(model, sequences, "packed_seq_lens")
-    error = compare(found, alone)
+    result = run_batch(model, sequences, "packed_seq_lens")
+    error = compare(result, alone)
     assert max(error.logits, error.loss) <= FLOAT32_BOUND
     if init_type == "batch_average":
         assert error.grads > 0.5, "what the report says is so"
-        errors = errors_of(found.grads, alone.grads, size=largest, least=1e-3)
+        errors = errors_of(result.grads, alone.grads, size=largest, least=1e-3)
         assert "lora_A" in max(errors, key=lambda name: errors[name])
         assert compare(run_batch(stock, sequences, "padded right"), alone).grads > 0.5, "and stock is no better"
     else:

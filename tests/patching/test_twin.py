@@ -76,8 +76,8 @@ def llama(**settings: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
     return rows(build_tiny("llama", **settings).model)
 
 
-def unmatched(found: Mapping[str, str]) -> dict[str, str]:
-    return {name: reason for name, reason in found.items() if reason}
+def unmatched(result: Mapping[str, str]) -> dict[str, str]:
+    return {name: reason for name, reason in result.items() if reason}
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def same_results(
     backbone: Any, family: Family, right: Mapping[str, Spec], wrong: Mapping[str, Spec], dtype: torch.dtype
 ) -> bool:
     """Return whether a twin gives the same bits when patched by either."""
-    found = []
+    result = []
     with apart(), torch.no_grad():
         model = build_twin(type(backbone), backbone.config, dtype)
         ids = torch.cat(distinct_sequences())[None]
         for specs in (right, wrong):
             with patched_by(model, family, specs):
-                found.append(model(input_ids=ids, packed_seq_lens=LENGTHS).last_hidden_state)
-    return torch.equal(*found)
+                result.append(model(input_ids=ids, packed_seq_lens=LENGTHS).last_hidden_state)
+    return torch.equal(*result)
 
 
 def test_every_field_of_every_spec_is_tried() -> None:
@@ -181,9 +181,9 @@ def test_the_wrong_class_is_named_and_the_others_match() -> None:
 def test_a_layer_whose_attention_does_not_match_stays() -> None:
     backbone, family, specs = llama()
     specs["LlamaAttention"] = replace(specs["LlamaAttention"], rope_layout="interleaved")
-    found = unmatched(match_by_twin(backbone, family, specs))
-    assert [*found] == ["LlamaAttention", "LlamaDecoderLayer"]
-    assert "keeps the stock forward" in found["LlamaDecoderLayer"]
+    result = unmatched(match_by_twin(backbone, family, specs))
+    assert [*result] == ["LlamaAttention", "LlamaDecoderLayer"]
+    assert "keeps the stock forward" in result["LlamaDecoderLayer"]
 
 
 def swapped_mlp(self: Any, x: torch.Tensor) -> Any:
@@ -243,9 +243,9 @@ EDITED: tuple[tuple[str, Any, str], ...] = (
 def test_a_hand_edited_class(name: str, forward: Any, seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getattr(modeling_llama, name), "forward", as_in_its_file(forward))
     backbone, family, _ = llama()
-    found = match_by_twin(backbone, family, {name: family.fast[name]})[name]
-    assert (found == "") is (seen_by == "")
-    assert seen_by in found
+    result = match_by_twin(backbone, family, {name: family.fast[name]})[name]
+    assert (result == "") is (seen_by == "")
+    assert seen_by in result
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, mo
     ours = getattr(plan, function)
 
     def coarse(*args: Any, **kwargs: Any) -> Any:
-        found = ours(*args, **kwargs)
-        out = found[0] if isinstance(found, tuple) else found
+        result = ours(*args, **kwargs)
+        out = result[0] if isinstance(result, tuple) else result
         if out.dtype == torch.bfloat16:
             out = (out + 16 * out) - 16 * out
-        return (out, None) if isinstance(found, tuple) else out
+        return (out, None) if isinstance(result, tuple) else out
 
     forwards = tuple((spec, coarse if forward is ours else forward) for spec, forward in plan.FAST)
     monkeypatch.setattr(plan, "FAST", forwards)
@@ -282,8 +282,8 @@ def test_a_release_that_nobody_has_proved_is_matched_whole() -> None:
     report = fastpack.report(fastpack.patch(model, loss="fused"))  # a warning is an error here
     assert {*report.matched} == {*FAMILIES["llama"].fast}
     assert (report.tier, report.skipped) == ("fast", ())
-    found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
-    assert compare(found, alone).of_tensors <= FULL_BOUND
+    result = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
+    assert compare(result, alone).of_tensors <= FULL_BOUND
 
 
 @pytest.mark.usefixtures("nothing_proved")
@@ -296,8 +296,8 @@ def test_one_of_its_classes_that_computes_otherwise_keeps_its_forward(monkeypatc
     report = fastpack.report(model)
     assert [name for name, _ in report.skipped] == ["LlamaMLP"]
     assert "layer" in report.swapped
-    found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
-    assert compare(found, alone).of_tensors <= FULL_BOUND
+    result = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
+    assert compare(result, alone).of_tensors <= FULL_BOUND
 
 
 def test_a_foreign_forward_is_not_proved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +307,9 @@ def test_a_foreign_forward_is_not_proved_by_itself(monkeypatch: pytest.MonkeyPat
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", theirs)
-    found = match_by_twin(backbone, family, specs)
-    assert "not transformers'" in found["LlamaMLP"]
-    assert [*unmatched(found)] == ["LlamaMLP"]
+    result = match_by_twin(backbone, family, specs)
+    assert "not transformers'" in result["LlamaMLP"]
+    assert [*unmatched(result)] == ["LlamaMLP"]
 
 
 def test_what_cannot_be_built_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,10 +502,10 @@ def test_what_its_twin_does_not_have_is_not_matched() -> None:
     backbone, family, specs = llama()
     backbone.layers[1].self_attn.is_causal = False  # type: ignore[index, union-attr]
     backbone.layers[0].mlp.up_proj = None  # type: ignore[index, union-attr]
-    found = unmatched(match_by_twin(backbone, family, specs))
-    assert found["LlamaAttention"] == "its twin has no LlamaAttention with such is_causal"
-    assert found["LlamaMLP"] == "its twin has no LlamaMLP with such up_proj"
-    assert {*found} == {"LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"}
+    result = unmatched(match_by_twin(backbone, family, specs))
+    assert result["LlamaAttention"] == "its twin has no LlamaAttention with such is_causal"
+    assert result["LlamaMLP"] == "its twin has no LlamaMLP with such up_proj"
+    assert {*result} == {"LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"}
 
 
 def test_it_takes_no_time() -> None:

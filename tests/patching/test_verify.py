@@ -39,10 +39,10 @@ UNTELLABLE = {
 @pytest.mark.parametrize("model_type", [n for n in model_types() if n not in {*NOT_BUILT, *REFUSED, *UNTELLABLE}])
 def test_families(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type).train())
-    found = fastpack.verify(model)
-    assert found.passed
-    assert found.verdict == "exact"
-    assert len(found.checks) == 11
+    result = fastpack.verify(model)
+    assert result.passed
+    assert result.verdict == "exact"
+    assert len(result.checks) == 11
     assert model.training
 
 
@@ -114,10 +114,10 @@ def test_a_check_that_could_not_fail_fails() -> None:
             layer.self_attn.o_proj.weight.zero_()
     with pytest.raises(fastpack.InconclusiveError, match="nobody can tell") as caught:
         fastpack.verify(fastpack.patch(model))
-    found = caught.value.verification
-    assert found.verdict == "can't tell"
-    assert not found.passed
-    assert [check.what for check in found.checks if not check.passed] == [
+    result = caught.value.verification
+    assert result.verdict == "can't tell"
+    assert not result.passed
+    assert [check.what for check in result.checks if not check.passed] == [
         f"control, taken for one sequence: {what}" for what in ("logits", "gradients of embeddings")
     ]
     with pytest.raises(fastpack.InconclusiveError):
@@ -149,9 +149,9 @@ def test_nothing_is_left_behind() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
-    found = fastpack.verify(fastpack.patch(tiny_model("llama").to(dtype)))
-    assert found.dtype == str(dtype).removeprefix("torch.")
-    bounds = {check.bound for check in found.checks if not check.at_least}
+    result = fastpack.verify(fastpack.patch(tiny_model("llama").to(dtype)))
+    assert result.dtype == str(dtype).removeprefix("torch.")
+    bounds = {check.bound for check in result.checks if not check.at_least}
     if dtype == torch.float64:
         assert bounds == {FULL_BOUND}
     else:
@@ -207,8 +207,8 @@ def test_right_models_pass_in_half_precision(model_type: str) -> None:
     "model_type", [n for n in model_types() if n in FAMILIES and FAMILIES[n].tier == "fast" and n not in NOT_BUILT]
 )
 def test_every_fast_family_in_half_precision(model_type: str) -> None:
-    found = fastpack.verify(fastpack.patch(build_tiny(model_type, dtype=torch.bfloat16)))
-    for check in found.checks:
+    result = fastpack.verify(fastpack.patch(build_tiny(model_type, dtype=torch.bfloat16)))
+    for check in result.checks:
         if check.at_least:
             assert check.error > check.bound
 
@@ -217,9 +217,9 @@ def test_every_fast_family_in_half_precision(model_type: str) -> None:
 def test_qlora_as_people_run_it(seed: int, tmp_path: Path) -> None:
     """A stream in float32 over 4-bit weights that compute in bfloat16: two stock runs are as far apart as we are."""
     model = fastpack.patch(qlora(tmp_path, torch.bfloat16, torch.bfloat16, prepared=True))
-    found = fastpack.verify(model, seed=seed)
-    assert found.dtype == "bfloat16"
-    assert found.verdict == "exact"
+    result = fastpack.verify(model, seed=seed)
+    assert result.dtype == "bfloat16"
+    assert result.verdict == "exact"
 
 
 class _MeanOverTokens(torch.autograd.Function):
@@ -260,15 +260,15 @@ def test_a_leak_into_the_gradient_of_a_weight_alone_is_found() -> None:
 
 def test_where_nothing_trains() -> None:
     model = fastpack.patch(tiny_model("llama").requires_grad_(False))
-    found = fastpack.verify(model)
-    assert found.passed
-    assert not any("what trains" in check.what for check in found.checks)
+    result = fastpack.verify(model)
+    assert result.passed
+    assert not any("what trains" in check.what for check in result.checks)
 
 
 def test_controls_are_three_times_what_is_allowed() -> None:
-    found = fastpack.verify(fastpack.patch(tiny_model("llama")))
-    bounds = {check.what.split(": ")[1]: check.bound for check in found.checks if check.what.startswith("packed")}
-    for check in found.checks:
+    result = fastpack.verify(fastpack.patch(tiny_model("llama")))
+    bounds = {check.what.split(": ")[1]: check.bound for check in result.checks if check.what.startswith("packed")}
+    for check in result.checks:
         if check.at_least:
             assert check.bound == CONTROL * bounds[check.what.split(": ")[1]]
 
@@ -303,11 +303,11 @@ def test_patch_that_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    found = fastpack.verify(fastpack.patch(tiny_model("llama")))
-    text = str(found)
+    result = fastpack.verify(fastpack.patch(tiny_model("llama")))
+    text = str(result)
     for words in ("exact", "packed, as each sequence alone: gradients of what trains", "control", "<= 1.0e-05", "ok"):
         assert words in text
-    assert json.loads(json.dumps(found.to_dict()))["passed"] is True
+    assert json.loads(json.dumps(result.to_dict()))["passed"] is True
 
 
 @pytest.mark.parametrize(("terminal", "width"), [("60", 60), ("100", 100), ("250", 100), (None, 100)])
@@ -318,8 +318,8 @@ def test_the_table_fits_its_terminal(terminal: str | None, width: int, monkeypat
         monkeypatch.setattr("sys.__stdout__", None)
     else:
         monkeypatch.setenv("COLUMNS", terminal)
-    found = fastpack.verify(model)
-    long = replace(found, checks=(Check("word " * 50, 0.0, 1e-4), *found.checks))
+    result = fastpack.verify(model)
+    long = replace(result, checks=(Check("word " * 50, 0.0, 1e-4), *result.checks))
     assert max(map(len, str(long).splitlines())) == width
     # what is not installed is told at length
     assert max(map(len, str(fastpack.report(model)).splitlines())) == width
@@ -338,14 +338,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["verify", str(tmp_path / "modle"), "--device", "cpu"]) == 2
     assert "modle: there is nothing there" in capsys.readouterr().err
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for flag, value, said in (
+    for flag, value, message in (
         ("--device", "nosuch", "--device nosuch can't be used here: "),
         ("--device", "cuda:99", "--device cuda:99 can't be used here: "),
         ("--kernels", "triton", "the tensors are on the CPU"),
     ):
         flags = {"--device": "cpu", flag: value}
         assert main(["verify", str(config), "--random", *itertools.chain(*flags.items())]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     leak(monkeypatch)
     assert main(["verify", str(tmp_path / "model"), "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out

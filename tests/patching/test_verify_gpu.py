@@ -26,9 +26,9 @@ def test_every_fast_family(model_type: str, dtype: torch.dtype) -> None:
     """Experts too, whose routers choose otherwise after any rounding: they are held."""
     # by the config's own 1, granite's scores of 64 dimensions are so large that rounding is all there is
     scale: dict[str, Any] = {"attention_multiplier": 1 / 8} if model_type.startswith("granite") else {}
-    found = fastpack.verify(fastpack.patch(build(model_type, dtype, **scale), strict=True))
-    assert found.verdict == "exact"
-    assert found.dtype == str(dtype).removeprefix("torch.")
+    result = fastpack.verify(fastpack.patch(build(model_type, dtype, **scale), strict=True))
+    assert result.verdict == "exact"
+    assert result.dtype == str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
@@ -96,8 +96,8 @@ def test_qlora(seed: int, prepared: bool, tmp_path: Path) -> None:
 def test_autocast_over_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fastpack.patch(build("mistral", torch.float32))
     with torch.autocast("cuda", torch.bfloat16):
-        found = fastpack.verify(model)
-    assert (found.dtype, found.verdict) == ("bfloat16", "exact")
+        result = fastpack.verify(model)
+    assert (result.dtype, result.verdict) == ("bfloat16", "exact")
     with torch.autocast("cuda", torch.bfloat16):
         for backend in BACKENDS.values():
             run = backend.run

@@ -53,8 +53,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Losses:
 
 def trainer_of(folder: Path, model: nn.Module | None = None, *, cls: Any = SFTTrainer, **settings: Any) -> Any:
     model = tiny_model("llama", attn_implementation="sdpa") if model is None else model
-    given = {"logging_steps": 1, **settings}
-    arguments = config(folder, **given)
+    inputs = {"logging_steps": 1, **settings}
+    arguments = config(folder, **inputs)
     data = {"train_dataset": rows(), "eval_dataset": rows(6, seed=1)}
     return cls(model, args=arguments, processing_class=tokenizer(), **data)
 
@@ -66,10 +66,10 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     return [{name: entry[name] for name in LOGGED} for entry in history if "loss" in entry]
 
 
-def check_same(found: list[dict[str, float]], wanted: list[dict[str, float]], bound: float = FLOAT32_BOUND) -> None:
-    assert len(found) == len(wanted) > 1
-    assert len({entry["loss"] for entry in found}) > len(found) // 2, "it trains"
-    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True), 1):
+def check_same(result: list[dict[str, float]], expected: list[dict[str, float]], bound: float = FLOAT32_BOUND) -> None:
+    assert len(result) == len(expected) > 1
+    assert len({entry["loss"] for entry in result}) > len(result) // 2, "it trains"
+    for step, (ours, theirs) in enumerate(zip(result, expected, strict=True), 1):
         for name in LOGGED:
             assert ours[name] == pytest.approx(theirs[name], rel=bound, abs=bound * 0.01), (step, name)
 
@@ -78,14 +78,14 @@ def check_same(found: list[dict[str, float]], wanted: list[dict[str, float]], bo
 @pytest.mark.parametrize("before", [True, False], ids=["model and trainer", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_same_steps_and_metrics(feed: str, before: bool, tmp_path: Path, ran: Losses) -> None:
-    wanted = logged(trainer_of(tmp_path, **FEEDS[feed]))
-    assert any(entry["mean_token_accuracy"] > 0 for entry in wanted)
+    expected = logged(trainer_of(tmp_path, **FEEDS[feed]))
+    assert any(entry["mean_token_accuracy"] > 0 for entry in expected)
     assert (len(ran.rows), ran.of_trl) == (0, STEPS)
     model = tiny_model("llama", attn_implementation="sdpa")
     if before:
         fastpack.patch(model, loss="fused")
     trainer = fastpack.patch(trainer_of(tmp_path, model, **FEEDS[feed]), loss="fused")
-    check_same(logged(trainer), wanted)
+    check_same(logged(trainer), expected)
     assert (len(ran.rows), ran.of_trl) == (STEPS, STEPS), "ours in each step, TRL's in none"
     report = fastpack.report(trainer)
     assert "loss" not in dict(report.skipped)
@@ -116,7 +116,7 @@ def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
 @pytest.mark.parametrize("what", ["num_items_in_batch", "labels"])
 def test_negative_control(what: str, tmp_path: Path) -> None:
     """The comparison fails without the number of the step's labels, or with one label less."""
-    wanted = logged(trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=4))
+    expected = logged(trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=4))
     trainer = fastpack.patch(trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=4), loss="fused")
 
     def changed(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ def test_negative_control(what: str, tmp_path: Path) -> None:
 
     trainer.model.register_forward_pre_hook(changed, with_kwargs=True)
     with pytest.raises(AssertionError):
-        check_same(logged(trainer), wanted)
+        check_same(logged(trainer), expected)
 
 
 @pytest.mark.slow
@@ -193,10 +193,10 @@ KEPT: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", KEPT)
 def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None:
     build, reason = KEPT[what]
-    wanted = logged(fastpack.patch(build(tmp_path)))
+    expected = logged(fastpack.patch(build(tmp_path)))
     trainer = fastpack.patch(build(tmp_path), loss="fused")
     assert reason in dict(fastpack.report(trainer).skipped)["loss"]
-    check_same(logged(trainer), wanted)
+    check_same(logged(trainer), expected)
     assert not ran.rows
 
 
@@ -270,16 +270,16 @@ def test_a_second_patch_and_another_one(tmp_path: Path, ran: Losses) -> None:
 def test_under_a_token_budget(same_steps: bool, tmp_path: Path, ran: Losses) -> None:
     """The two are set up in either order, and pieces of a micro-batch are fused too."""
     budget = fastpack.TokenBudget(60, same_steps=same_steps)
-    wanted = logged(fastpack.patch(trainer_of(tmp_path), max_tokens=budget))
+    expected = logged(fastpack.patch(trainer_of(tmp_path), max_tokens=budget))
     for first in ({"loss": "fused"}, {"max_tokens": budget}, {"loss": "fused", "max_tokens": budget}):
         ran.rows.clear()
         ran.of_trl = 0
         trainer = fastpack.patch(trainer_of(tmp_path), **first)
         fastpack.patch(trainer, loss="fused", max_tokens=budget)
-        found = logged(trainer)
+        result = logged(trainer)
         assert len(ran.rows) >= STEPS
         assert not ran.of_trl
-        for ours, theirs in zip(found, wanted, strict=True):
+        for ours, theirs in zip(result, expected, strict=True):
             for name in ("loss", "grad_norm", "num_tokens"):
                 assert ours[name] == pytest.approx(theirs[name], rel=FLOAT32_BOUND)
         fastpack.patch(trainer, max_tokens=budget)
@@ -394,10 +394,10 @@ def test_a_head_that_runs_its_stock_forward_has_trls_loss(change: Any, tmp_path:
 def test_a_model_out_of_a_pickle(tmp_path: Path, ran: Losses) -> None:
     import pickle
 
-    wanted = logged(trainer_of(tmp_path))
+    expected = logged(trainer_of(tmp_path))
     first = fastpack.patch(trainer_of(tmp_path), loss="fused")
     model = pickle.loads(pickle.dumps(first.model))
-    check_same(logged(fastpack.patch(trainer_of(tmp_path, model), loss="fused")), wanted)
+    check_same(logged(fastpack.patch(trainer_of(tmp_path, model), loss="fused")), expected)
     assert len(ran.rows) == STEPS
 
 
@@ -406,21 +406,21 @@ def test_sums_reach_the_trainer_whatever_casts_arguments(tmp_path: Path, ran: Lo
     """FSDP's mixed precision casts every tensor that it finds in any argument."""
     from torch.distributed.utils import _apply_to_tensors
 
-    wanted = logged(trainer_of(tmp_path))
+    expected = logged(trainer_of(tmp_path))
     trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
 
     def copied(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _apply_to_tensors(torch.clone, args), _apply_to_tensors(torch.clone, kwargs)
 
     trainer.model.register_forward_pre_hook(copied, with_kwargs=True)
-    check_same(logged(trainer), wanted)
+    check_same(logged(trainer), expected)
     assert len(ran.rows) == STEPS
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["compute_loss", "log"])
 def test_what_somebody_put_over_ours_stays(name: str, tmp_path: Path, ran: Losses) -> None:
-    wanted = logged(trainer_of(tmp_path))
+    expected = logged(trainer_of(tmp_path))
     trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
     ours, seen = getattr(trainer, name), []
 
@@ -431,7 +431,7 @@ def test_what_somebody_put_over_ours_stays(name: str, tmp_path: Path, ran: Losse
     setattr(trainer, name, theirs)
     fastpack.patch(trainer, loss="fused")
     assert getattr(trainer, name) is theirs
-    check_same(logged(trainer), wanted)
+    check_same(logged(trainer), expected)
     assert len(ran.rows) == STEPS
     assert len(seen) >= STEPS
     fastpack.unpatch(trainer)
@@ -445,8 +445,8 @@ def test_a_model_that_was_patched_anew_without_it(tmp_path: Path, ran: Losses) -
     trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
     fastpack.patch(trainer.model)
     assert "without loss='fused'" in dict(fastpack.report(trainer).skipped)["loss"]
-    wanted = logged(trainer_of(tmp_path))
-    check_same(logged(trainer), wanted)
+    expected = logged(trainer_of(tmp_path))
+    check_same(logged(trainer), expected)
     assert not ran.rows
 
 

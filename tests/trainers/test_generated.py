@@ -57,10 +57,10 @@ def test_negative_control(tmp_path: Path) -> None:
     trainers = [fastpack.patch(grpo(tmp_path, loss_type="grpo"), max_tokens=BUDGET) for _ in range(2)]
     weights = trainers[1].compute_loss.spec
     weights.loss_unit = weights.loss_unit.__class__("nothing", lambda _: 1)
-    found = [Gradients(trainer) for trainer in trainers]
+    result = [Gradients(trainer) for trainer in trainers]
     for trainer in trainers:
         trainer.train()
-    assert furthest(found[0].steps[0], found[1].steps[0]) > 100 * BOUND
+    assert furthest(result[0].steps[0], result[1].steps[0]) > 100 * BOUND
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -105,12 +105,12 @@ def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeyp
         model = build_tiny(model_type).train()
         for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
             dropout.p = 0.0
-        given = plain(tmp_path)
+        kwargs = plain(tmp_path)
         trainer = Trainer(
             model,
             args=alone(TrainingArguments(**settings(tmp_path, max_steps=1, per_device_train_batch_size=6))),
-            train_dataset=given.train_dataset.map(lambda row: {"input_ids": [i % 30 + 3 for i in row["input_ids"]]}),
-            data_collator=given.data_collator,
+            train_dataset=kwargs.train_dataset.map(lambda row: {"input_ids": [i % 30 + 3 for i in row["input_ids"]]}),
+            data_collator=kwargs.data_collator,
         )
         fastpack.patch(trainer, max_tokens=max_tokens)
         gradients = Gradients(trainer)

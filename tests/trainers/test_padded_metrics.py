@@ -23,12 +23,12 @@ TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 def build(name: str, folder: Path) -> Any:
-    made: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    built: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "CPO": (CPOTrainer, CPOConfig, {}),
         "SimPO": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0}),
         "ORPO": (ORPOTrainer, ORPOConfig, {}),
     }
-    trainer, config, further = made[name]
+    trainer, config, further = built[name]
     return trainer(
         tiny_model("llama", attn_implementation="sdpa"),
         args=config(**settings(folder, max_length=None, **further)),

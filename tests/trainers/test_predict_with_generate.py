@@ -42,7 +42,7 @@ def build(folder: Path, *, lora: bool = False, **further: Any) -> Any:
         train_dataset=examples(),
         eval_dataset=examples(),
         data_collator=DataCollatorForSeq2Seq(word_tokenizer()),
-        compute_metrics=lambda found: {"sum": float(found.predictions.sum())},
+        compute_metrics=lambda result: {"sum": float(result.predictions.sum())},
     )
 
 
@@ -52,8 +52,8 @@ def patched(trainer: Any) -> Any:
     return trainer
 
 
-def figures(found: dict[str, float]) -> tuple[float, float]:
-    return found["eval_loss"], found["eval_sum"]
+def figures(result: dict[str, float]) -> tuple[float, float]:
+    return result["eval_loss"], result["eval_sum"]
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -89,8 +89,8 @@ def batch_of(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Any]:
     rows = [torch.arange(3, 3 + n) for n in lengths]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    found: dict[str, Any] = fastpack.with_packed_seq_lens(lambda _: dict(batch))(None)
-    return found
+    result: dict[str, Any] = fastpack.with_packed_seq_lens(lambda _: dict(batch))(None)
+    return result
 
 
 def test_generate_takes_the_batch() -> None:
@@ -133,8 +133,8 @@ def test_a_packed_batch_is_refused() -> None:
     with pytest.raises(PackingError, match=r"2 sequences in 2 row\(s\) came to generate"):
         model.generate(rows, attention_mask=(rows != 0).long(), **NEW, packed_seq_lens=[4, 6])
     one_each = torch.cat([ids, ids])
-    found = model.generate(one_each, **NEW, pad_token_id=0, packed_seq_lens=[10, 10])
-    assert torch.equal(found, model.generate(one_each, **NEW, pad_token_id=0))
+    result = model.generate(one_each, **NEW, pad_token_id=0, packed_seq_lens=[10, 10])
+    assert torch.equal(result, model.generate(one_each, **NEW, pad_token_id=0))
     packed = {"input_ids": ids, "position_ids": torch.cat([torch.arange(4), torch.arange(6)])[None]}
     with pytest.raises(PackingError, match=r"2 sequences in 1 row\(s\) came to generate"):
         model.generate(**fastpack.with_packed_seq_lens(lambda _: dict(packed))(None), **NEW)

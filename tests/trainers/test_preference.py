@@ -123,26 +123,26 @@ def packed(
     policy = log_probs(model, batch, case, head=head, **changes)
     with torch.no_grad():
         reference = log_probs(other, batch, case, head=head, **changes)
-    found = loss_of(policy, reference, case, beta)
-    found.loss.backward()
+    result = loss_of(policy, reference, case, beta)
+    result.loss.backward()
     both = torch.stack([policy.chosen, policy.rejected, reference.chosen, reference.rejected])
-    assert not found.chosen_rewards.requires_grad
-    assert torch.equal(found.margins, found.chosen_rewards - found.rejected_rewards)
-    assert found.losses.shape == found.accuracies.shape == (len(TEXTS),)
-    rewards = torch.stack([found.chosen_rewards, found.rejected_rewards])
-    return Step(both.detach(), rewards, found.loss.detach(), grads_of(model))
+    assert not result.chosen_rewards.requires_grad
+    assert torch.equal(result.margins, result.chosen_rewards - result.rejected_rewards)
+    assert result.losses.shape == result.accuracies.shape == (len(TEXTS),)
+    rewards = torch.stack([result.chosen_rewards, result.rejected_rewards])
+    return Step(both.detach(), rewards, result.loss.detach(), grads_of(model))
 
 
-def errors(found: Step, want: Step) -> dict[str, float]:
+def errors(result: Step, want: Step) -> dict[str, float]:
     """Return each difference relative to its bound; 1 is just allowed."""
-    grads = compare(Result([want.loss], want.loss, found.grads), Result([want.loss], want.loss, want.grads)).grads
+    grads = compare(Result([want.loss], want.loss, result.grads), Result([want.loss], want.loss, want.grads)).grads
     scale = 1e-6 * BETA * float(want.log_probs.abs().max())
-    margins = (found.rewards[0] - found.rewards[1]) - (want.rewards[0] - want.rewards[1])
+    margins = (result.rewards[0] - result.rewards[1]) - (want.rewards[0] - want.rewards[1])
     return {
-        "log_probs": relative(found.log_probs, want.log_probs) / LOG_PROB_BOUND,
-        "loss": relative(found.loss, want.loss) / FLOAT32_BOUND,
+        "log_probs": relative(result.log_probs, want.log_probs) / LOG_PROB_BOUND,
+        "loss": relative(result.loss, want.loss) / FLOAT32_BOUND,
         "grads": grads / FLOAT32_BOUND,
-        "rewards": float((found.rewards - want.rewards).abs().max()) / scale,
+        "rewards": float((result.rewards - want.rewards).abs().max()) / scale,
         "margins": float(margins.abs().max()) / scale,
     }
 
@@ -154,8 +154,8 @@ def test_as_trl_on_the_padded_batch(name: str) -> None:
     want = padded(trainer)
     for head in ("hidden", "logits"):
         for size in (None, 320):
-            found = errors(packed(trainer, case, head=head, size=size), want)
-            assert max(found.values()) <= 1, (head, size, found)
+            result = errors(packed(trainer, case, head=head, size=size), want)
+            assert max(result.values()) <= 1, (head, size, result)
 
 
 def test_the_cases_are_different_losses() -> None:
@@ -165,8 +165,8 @@ def test_the_cases_are_different_losses() -> None:
     steps["a wrong beta"] = packed(trainer, Case(), beta=1.001 * BETA)
     want = steps.pop("sigmoid")
     for name, step in steps.items():
-        found = errors(step, want)
-        assert min(found["loss"], found["grads"]) > 10, (name, found)
+        result = errors(step, want)
+        assert min(result["loss"], result["grads"]) > 10, (name, result)
     assert errors(steps["a wrong beta"], want)["rewards"] > 10
     assert errors(steps["a wrong beta"], want)["log_probs"] == 0
 
@@ -183,10 +183,10 @@ def test_wrong_segments_are_seen(name: str) -> None:
     shuffled = [*lengths[1:], lengths[0]]
     off_by_one = [lengths[0] - 1, lengths[1] + 1, *lengths[2:]]
     for wrong in (shuffled, off_by_one):
-        given = PackedSeqLens.from_lengths(wrong)
-        found = errors(packed(trainer, case, packed_seq_lens=given), want)
-        assert found["log_probs"] > 1e3, wrong
-        assert found["loss"] > 10, wrong
+        kwargs = PackedSeqLens.from_lengths(wrong)
+        result = errors(packed(trainer, case, packed_seq_lens=kwargs), want)
+        assert result["log_probs"] > 1e3, wrong
+        assert result["loss"] > 10, wrong
     swapped = [{**e, "chosen_ids": e["rejected_ids"], "rejected_ids": e["chosen_ids"]} for e in trainer.train_dataset]
     trainer.train_dataset = Dataset.from_list(swapped)
     assert errors(packed(trainer, case), want)["loss"] > 10

@@ -37,13 +37,13 @@ def test_tokens_are_those_that_something_predicts() -> None:
     """Without a prompt, no token predicts a completion's first token; labels in the middle may be ignored."""
     batch, hidden, weight = drawn((3, 4, 6), (0, 5, 2))
     batch["labels"][0, 4] = IGNORE_INDEX  # the second token of the first chosen completion
-    found = pair_log_probs(hidden, weight, batch["labels"], batch["packed_seq_lens"])
-    assert found.chosen_tokens.tolist() == [3, 4]
-    assert found.rejected_tokens.tolist() == [6, 1]
-    assert found.weights is None
+    result = pair_log_probs(hidden, weight, batch["labels"], batch["packed_seq_lens"])
+    assert result.chosen_tokens.tolist() == [3, 4]
+    assert result.rejected_tokens.tolist() == [6, 1]
+    assert result.weights is None
     each = torch.log_softmax(hidden[0] @ weight.T, -1)
     want = sum(each[t - 1, batch["input_ids"][0, t]] for t in (3, 5, 6))
-    assert relative(found.chosen[0], want) <= 1e-6
+    assert relative(result.chosen[0], want) <= 1e-6
     cut = pair_log_probs(hidden, weight, batch["labels"], batch["packed_seq_lens"], ld_alpha=0.0)
     start = 7 + 5  # behind both chosen sequences
     want = sum(each[t - 1, batch["input_ids"][0, t]] for t in range(start + 3, start + 6))
@@ -58,16 +58,16 @@ def test_long_texts() -> None:
     hidden = torch.randn(1, packed_seq_lens.total_tokens, 16, generator=generator)
     weight = torch.randn(VOCAB, 16, generator=generator)
     other = weight + 1e-3 * torch.randn(VOCAB, 16, generator=generator)
-    found = [pair_log_probs(hidden, w, labels, packed_seq_lens) for w in (weight, other)]
+    result = [pair_log_probs(hidden, w, labels, packed_seq_lens) for w in (weight, other)]
     sums = []
     for w in (weight, other):
         each = torch.log_softmax(hidden[0].double() @ w.double().T, -1)[:-1].gather(1, labels[0, 1:, None])[:, 0]
         offsets = packed_seq_lens.cu_seqlens.tolist()
         sums.append([each[start : stop - 1].sum() for start, stop in pairwise(offsets)])
-    truth = [PairLogProbs(*torch.tensor(x).view(2, 2), *[found[0].chosen_tokens] * 2) for x in sums]
+    truth = [PairLogProbs(*torch.tensor(x).view(2, 2), *[result[0].chosen_tokens] * 2) for x in sums]
     assert float(truth[0].chosen.max()) < -3000
     rounded = [replace(x, chosen=x.chosen.float(), rejected=x.rejected.float()) for x in truth]
-    want, ours, control = (loss_of(*x, Case()) for x in (truth, found, rounded))
+    want, ours, control = (loss_of(*x, Case()) for x in (truth, result, rounded))
     assert relative(ours.loss, want.loss) <= FLOAT32_BOUND < relative(control.loss, want.loss)
     assert relative(ours.margins, want.margins) <= 2e-4 < 1e-3 <= relative(control.margins, want.margins)
 
@@ -80,7 +80,7 @@ def test_what_a_head_may_do(form: str) -> None:
     options: dict[str, Any] = {}
     logits = hidden @ weight.T
     bound = 1e-5
-    given: Any = weight
+    inputs: Any = weight
     if form == "softcap":
         options, logits = {"softcap": 2.0, "logit_scale": 0.5}, 2 * torch.tanh(0.5 * logits / 2)
     elif form == "scale":
@@ -92,18 +92,18 @@ def test_what_a_head_may_do(form: str) -> None:
         a, b = torch.randn(4, 16, generator=generator), torch.randn(VOCAB, 4, generator=generator)
         options["lora"], logits = (a, b, 0.25), logits + 0.25 * hidden @ a.T @ b.T
     elif form == "callable":
-        given = lambda: weight  # noqa: E731
+        inputs = lambda: weight  # noqa: E731
     elif form == "autocast":
         logits, bound = (hidden.bfloat16() @ weight.bfloat16().T).float(), 1e-5
     rest = (batch["labels"], batch["packed_seq_lens"])
     with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
-        found = pair_log_probs(hidden, given, *rest, wpo=True, chunk=5, **options)
+        result = pair_log_probs(hidden, inputs, *rest, wpo=True, chunk=5, **options)
     want = pair_log_probs_of_logits(logits, *rest, wpo=True)
     plain = pair_log_probs_of_logits(hidden @ weight.T, *rest, wpo=True)
     for key in ("chosen", "rejected", "weights"):
-        assert relative(getattr(found, key), getattr(want, key)) <= bound, key
+        assert relative(getattr(result, key), getattr(want, key)) <= bound, key
         if form != "callable":
-            assert relative(getattr(found, key), getattr(plain, key)) > 1e-4, key
+            assert relative(getattr(result, key), getattr(plain, key)) > 1e-4, key
 
 
 class ValuesStayThere(TorchDispatchMode):
@@ -128,14 +128,14 @@ def test_no_value_is_read(case: str, head: str) -> None:
     options: dict[str, Any] = {"ld_alpha": CASES[case].ld_alpha, "wpo": CASES[case].use_weighting}
     with ValuesStayThere():
         if head == "hidden":
-            found = pair_log_probs(hidden, weight, *rest, num_kept=40, **options)
+            result = pair_log_probs(hidden, weight, *rest, num_kept=40, **options)
         else:
-            found = pair_log_probs_of_logits(hidden @ weight.T, *rest, **options)
-        loss_of(found, found, CASES[case]).loss.backward()
+            result = pair_log_probs_of_logits(hidden @ weight.T, *rest, **options)
+        loss_of(result, result, CASES[case]).loss.backward()
     with ValuesStayThere(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         pair_log_probs(hidden, weight, *rest, **options)
     again = pair_log_probs(hidden, weight, *rest, **options)
-    assert relative(found.chosen.detach(), again.chosen.detach()) <= FLOAT32_BOUND
+    assert relative(result.chosen.detach(), again.chosen.detach()) <= FLOAT32_BOUND
 
 
 @pytest.mark.usefixtures("compile_anew")
@@ -144,8 +144,8 @@ def test_in_one_graph() -> None:
     rest = (batch["labels"], batch["packed_seq_lens"])
 
     def step(hidden: Tensor) -> Tensor:
-        found = pair_log_probs(hidden, weight, *rest, ld_alpha=0.4, wpo=True)
-        return loss_of(found, found, CASES["wpo, ipo"]).losses
+        result = pair_log_probs(hidden, weight, *rest, ld_alpha=0.4, wpo=True)
+        return loss_of(result, result, CASES["wpo, ipo"]).losses
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert relative(compiled(hidden), step(hidden)) <= FLOAT32_BOUND
@@ -160,15 +160,15 @@ def test_no_synchronisation(case: str) -> None:
     options: dict[str, Any] = {"ld_alpha": CASES[case].ld_alpha, "wpo": CASES[case].use_weighting}
 
     def step() -> PairLogProbs:
-        found = pair_log_probs(hidden, weight, labels, sequences, **options)
-        loss_of(found, found, CASES[case]).loss.backward()
-        return found
+        result = pair_log_probs(hidden, weight, labels, sequences, **options)
+        loss_of(result, result, CASES[case]).loss.backward()
+        return result
 
     step()
     with no_synchronisation():
-        found = step()
+        result = step()
         with pytest.raises(RuntimeError, match="synchroniz"):
-            found.chosen.tolist()
+            result.chosen.tolist()
 
 
 def test_what_is_refused() -> None:

@@ -71,11 +71,11 @@ def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     find = reading.find_prefixes
 
     def too_many(lengths: Any, *further: Any) -> Prefixes:
-        found = find(lengths, *further)
-        here = max(range(1, len(lengths)), key=found.shared.__getitem__)
-        room = min(lengths[found.order[here]], lengths[found.order[here - 1]])
-        longer = [n + (i == here and n < room) for i, n in enumerate(found.shared)]
-        return Prefixes(found.order, tuple(longer))
+        result = find(lengths, *further)
+        here = max(range(1, len(lengths)), key=result.shared.__getitem__)
+        room = min(lengths[result.order[here]], lengths[result.order[here - 1]])
+        longer = [n + (i == here and n < room) for i, n in enumerate(result.shared)]
+        return Prefixes(result.order, tuple(longer))
 
     stock = logged(dpo(tmp_path, patch=None))
     monkeypatch.setattr(reading, "find_prefixes", too_many)

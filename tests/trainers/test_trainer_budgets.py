@@ -148,9 +148,9 @@ def test_same_steps_of_a_stream(kind: str, tmp_path: Path) -> None:
 def test_a_piece_has_the_lengths_of_its_rows() -> None:
     mask = torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]])
     batch = {"input_ids": mask + 5, "attention_mask": mask.clamp(max=1), "packed_seq_lens": [2, 1, 3, 1]}
-    given = {**batch, "packed_seq_lens": fastpack.PackedSeqLens.from_lengths([2, 1, 3, 1])}
+    arguments = {**batch, "packed_seq_lens": fastpack.PackedSeqLens.from_lengths([2, 1, 3, 1])}
     read = fastpack.with_packed_seq_lens(lambda examples: {**batch, "attention_mask": mask})(None)
-    for inputs in (batch, given, read):
+    for inputs in (batch, arguments, read):
         for units, lengths in (([0, 3], [2, 1, 1]), ([2], [3]), ([1, 2], [3]), ([1], None)):
             assert piece(inputs, units, LOSS_UNITS["SFTTrainer"])["packed_seq_lens"] == lengths
         assert piece(inputs, [1], LOSS_UNITS["DPOTrainer"])["packed_seq_lens"] == [1]

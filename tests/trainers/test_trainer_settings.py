@@ -120,22 +120,22 @@ def test_a_collator_may_be_wrapped_before_or_after(make: Any, tmp_path: Path) ->
     fastpack.patch(first, max_tokens=45)
     fastpack.patch(later, max_tokens=45)
     wrap(later)
-    found = [[total(batch) for batch in trainer.get_train_dataloader()] for trainer in (first, later)]
-    assert found[0] == found[1]
-    assert max(found[0]) <= 45
+    result = [[total(batch) for batch in trainer.get_train_dataloader()] for trainer in (first, later)]
+    assert result[0] == result[1]
+    assert max(result[0]) <= 45
     assert fastpack.report(first).notes == fastpack.report(later).notes
 
 
 def test_a_wrapped_collator_and_two_packings(tmp_path: Path) -> None:
     """KTO's KL runs mismatched completions with all keywords of the batch, including the packing of other sequences."""
-    found = []
+    result = []
     for wrap in (lambda collator: collator, fastpack.with_packed_seq_lens):
         trainer = fastpack.patch(kto(tmp_path, loss_type="kto", per_device_train_batch_size=4, max_steps=3))
         trainer.data_collator = wrap(trainer.data_collator)
         trainer.train()
-        found.append([(entry["loss"], entry["kl"]) for entry in trainer.state.log_history if "loss" in entry])
-    assert found[0] == found[1]
-    assert len(found[0]) == 3
+        result.append([(entry["loss"], entry["kl"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert result[0] == result[1]
+    assert len(result[0]) == 3
 
 
 def test_the_report_says_that_nothing_is_dropped(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_pa
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    wanted = losses(sft(tmp_path))
+    expected = losses(sft(tmp_path))
     trainer = fastpack.patch(sft(tmp_path), max_tokens=60)
     owner = trainer.accelerator if name == "gather" else trainer
     ours, seen = getattr(owner, name), []
@@ -219,7 +219,7 @@ def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_pa
     fastpack.patch(trainer, max_tokens=75)
     fastpack.unpatch(trainer)
     assert getattr(owner, name) is theirs
-    assert losses(trainer) == pytest.approx(wanted, rel=1e-5)
+    assert losses(trainer) == pytest.approx(expected, rel=1e-5)
     assert seen or partial or name == "gather", "which one process has no need of"
 
 
@@ -249,16 +249,18 @@ def test_same_steps_need_rows(known: bool, tmp_path: Path) -> None:
     """One row of a whole batch can't be split; a user's own collator is only noticed at its first such row."""
     flattening = DataCollatorWithFlattening()
     like = plain(tmp_path, per_device_train_batch_size=6, max_steps=1)
-    given = {"args": like.args, "train_dataset": like.train_dataset}
+    inputs = {"args": like.args, "train_dataset": like.train_dataset}
     budget = TokenBudget(75, same_steps=True)
     if known:
-        trainer = Trainer(policy(), data_collator=fastpack.with_packed_seq_lens(flattening), **given)
+        trainer = Trainer(policy(), data_collator=fastpack.with_packed_seq_lens(flattening), **inputs)
         with pytest.raises(PatchError, match="DataCollatorWithFlattening makes one row of a batch"):
             fastpack.patch(trainer, max_tokens=budget)
         assert not fastpack.is_patched(trainer.model), "nothing was changed"
         fastpack.patch(trainer, max_tokens=75).train()
         return
-    trainer = fastpack.patch(Trainer(policy(), data_collator=lambda rows: flattening(rows), **given), max_tokens=budget)
+    trainer = fastpack.patch(
+        Trainer(policy(), data_collator=lambda rows: flattening(rows), **inputs), max_tokens=budget
+    )
     with pytest.raises(PackingError, match=r"one row of \d+ tokens, more than max_tokens=75"):
         trainer.train()
 
@@ -269,10 +271,10 @@ def test_a_sampler_of_the_users_own(tmp_path: Path) -> None:
             return WeightedRandomSampler([1.0] * EXAMPLES, EXAMPLES)
 
     like = plain(tmp_path)
-    given = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
+    inputs = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
     with pytest.raises(PatchError, match="its own _get_train_sampler"):
-        fastpack.patch(Weighted(policy(), **given), max_tokens=75)
-    trainer = Weighted(policy(), **given)
+        fastpack.patch(Weighted(policy(), **inputs), max_tokens=75)
+    trainer = Weighted(policy(), **inputs)
     assert fastpack.patch(trainer, max_tokens=TokenBudget(75, same_steps=True)) is trainer
 
 
@@ -294,10 +296,10 @@ def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monk
 def test_model_init(tmp_path: Path) -> None:
     """``train()`` replaces the patched model, so this is refused unless ``model_init`` patches each new one."""
     like = plain(tmp_path, max_steps=1)
-    given = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
+    inputs = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
     with pytest.raises(PatchError, match="calls its model_init for a new model"):
-        fastpack.patch(Trainer(model_init=lambda: policy(), **given))
-    trainer = fastpack.patch(Trainer(model_init=lambda: fastpack.patch(policy()), **given), max_tokens=75)
+        fastpack.patch(Trainer(model_init=lambda: policy(), **inputs))
+    trainer = fastpack.patch(Trainer(model_init=lambda: fastpack.patch(policy()), **inputs), max_tokens=75)
     first = trainer.model
     trainer.train()
     assert trainer.model is not first

@@ -93,9 +93,9 @@ def test_newer_than_was_tried_is_told_in_one_line(newer: dict[str, str], warned:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FastpackWarning)
         fastpack.patch(model)
-    told = [each for each in caught if issubclass(each.category, FastpackWarning)]
-    assert len(told) == bool(warned)
-    for each in told:
+    reported = [each for each in caught if issubclass(each.category, FastpackWarning)]
+    assert len(reported) == bool(warned)
+    for each in reported:
         assert issubclass(each.category, UntriedVersionWarning)
         assert "\n" not in str(each.message)
         assert all(name in str(each.message) for name in warned)
@@ -191,8 +191,8 @@ def test_an_installed_distribution_tells_its_ranges(site: Path, pretend: Pretend
     info.mkdir()
     (info / "METADATA").write_text(METADATA)
     (site / "pyproject.toml").write_text('[project]\nname = "another"\ndependencies = ["transformers>=99"]\n')
-    found = {name: str(allowed) for name, allowed in version_ranges().items()}
-    assert found == {"transformers": "<9,>=7", "trl": ">=8.1"}
+    result = {name: str(allowed) for name, allowed in version_ranges().items()}
+    assert result == {"transformers": "<9,>=7", "trl": ">=8.1"}
     assert install_command("trl", "unheard-of") == "pip install 'trl>=8.1' unheard-of"
     pretend(transformers="6.9.0")
     with pytest.raises(PatchError, match=r"transformers 6\.9\.0 is too old: fastpack needs transformers<9,>=7"):
@@ -221,12 +221,12 @@ def test_the_distribution_has_its_name_in_pyproject_alone() -> None:
 
 def test_no_text_installs_the_other_fastpack() -> None:
     """``fastpack`` on the package index is another project."""
-    quoted, told = r"""['"\\]*fastpack""", "(version|requires|files|distribution)"
-    other_project = re.compile(rf"""pip install[^\n]* {quoted}(\[|['"\s@]|$)|{told}\({quoted}['"]\)""")
+    quoted, reported = r"""['"\\]*fastpack""", "(version|requires|files|distribution)"
+    other_project = re.compile(rf"""pip install[^\n]* {quoted}(\[|['"\s@]|$)|{reported}\({quoted}['"]\)""")
     texts = [ROOT / "README.md", ROOT / "gists", ROOT / "notebooks", ROOT / "fastpack"]
     files = [file for text in texts for file in (text.rglob("*") if text.is_dir() else [text])]
     read = {file: file.read_text() for file in files if file.suffix in (".py", ".md", ".sh", ".ipynb")}
-    found = [f"{file.name}: {each.group()}" for file, text in read.items() for each in other_project.finditer(text)]
-    assert found == []
+    result = [f"{file.name}: {each.group()}" for file, text in read.items() for each in other_project.finditer(text)]
+    assert result == []
     assert other_project.search("pip install 'fastpack[trl]'"), "control"
     assert other_project.search('metadata.version("fastpack")'), "control"

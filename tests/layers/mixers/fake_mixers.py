@@ -49,8 +49,8 @@ def offsets_of(cu_seqlens: Any, cu_seqlens_cpu: Any, rows: int) -> list[int]:
     assert cu_seqlens.dtype == torch.int64
     assert cu_seqlens_cpu.device.type == "cpu"
     assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
-    found: list[int] = cu_seqlens.tolist()
-    return found
+    result: list[int] = cu_seqlens.tolist()
+    return result
 
 
 def ends_of(seq_idx: Tensor, total: int) -> list[int]:

@@ -89,9 +89,9 @@ def run_alone(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for sequence in sequences():
-        found = model(input_ids=sequence[None], use_cache=False).logits[0]
-        (found * weights(sum(map(len, logits)), found)).sum().backward()
-        logits.append(found.detach())
+        result = model(input_ids=sequence[None], use_cache=False).logits[0]
+        (result * weights(sum(map(len, logits)), result)).sum().backward()
+        logits.append(result.detach())
     return torch.cat(logits), gradients(model)
 
 
@@ -102,11 +102,11 @@ def run_packed(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return logits.detach(), gradients(model)
 
 
-def error(found: tuple[Tensor, dict[str, Tensor]], alone: tuple[Tensor, dict[str, Tensor]]) -> float:
+def error(result: tuple[Tensor, dict[str, Tensor]], alone: tuple[Tensor, dict[str, Tensor]]) -> float:
     floor = 1e-3 * max(float(g.abs().max()) for g in alone[1].values())
-    errors = [float((found[0] - alone[0]).abs().max() / alone[0].abs().max())]
+    errors = [float((result[0] - alone[0]).abs().max() / alone[0].abs().max())]
     for name, grad in alone[1].items():
-        other = found[1].get(name, torch.zeros_like(grad))
+        other = result[1].get(name, torch.zeros_like(grad))
         errors.append(float((other - grad).abs().max() / max(float(grad.abs().max()), floor)))
     return max(errors)
 
@@ -258,8 +258,8 @@ def test_gradient_of_a_skip_before_a_norm(package: str, kernels: Kernels) -> Non
     x, B, C = (z.bfloat16().float() for z in (x, B, C))
     wide = gradient(torch.float32)
 
-    def wrong_by(found: Tensor) -> float:
-        return float((found - wide).abs().max() / wide.abs().max())
+    def wrong_by(result: Tensor) -> float:
+        return float((result - wide).abs().max() / wide.abs().max())
 
     ours, control = wrong_by(gradient(torch.bfloat16)), wrong_by(gradient(torch.bfloat16, rounded=True))
     assert ours <= 1e-2 < control / 3, (ours, control)
@@ -306,12 +306,12 @@ def test_the_report_follows_a_model_that_moves(kernels: Kernels, monkeypatch: py
 def test_copies_come_back_patched(kernels: Kernels) -> None:
     calls = kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next").train())
-    found = run_packed(model)
+    result = run_packed(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         calls.made.clear()
         with torch.no_grad():
             other.lm_head.weight.mul_(2)  # its own weights
-        assert torch.equal(run_packed(other)[0], 2 * found[0])
+        assert torch.equal(run_packed(other)[0], 2 * result[0])
         assert calls.made
 
 

@@ -41,8 +41,8 @@ FLOOR = 4e-3
 def torch_function(family: str, name: str) -> Callable[..., Any]:
     """transformers' own torch version, whatever kernels it found."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    found: Callable[..., Any] = inspect.unwrap(getattr(module, name))
-    return found
+    actual: Callable[..., Any] = inspect.unwrap(getattr(module, name))
+    return actual
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -122,8 +122,8 @@ def pass_through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[
     return [out.detach().float(), *(g.float() for g in torch.autograd.grad((out.float() * direction).sum(), inputs))]
 
 
-def relative(found: list[Tensor], reference: list[Tensor]) -> list[float]:
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, reference, strict=True)]
+def relative(actual: list[Tensor], reference: list[Tensor]) -> list[float]:
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(actual, reference, strict=True)]
 
 
 @pytest.fixture(autouse=True)
@@ -164,16 +164,16 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"NO KERNEL HERE: {mixer_kernels.rejects(op, DEVICE, dtype) or 'torch serves the convolution'}")
     ours, alone, inputs = globals()[name](PackedSeqLens.from_lengths(LENGTHS, device=DEVICE))
     wide = pass_through(alone, inputs)
-    given = [x if i in KEPT_WIDE[name] else x.to(dtype) for i, x in enumerate(inputs)]
+    arguments = [x if i in KEPT_WIDE[name] else x.to(dtype) for i, x in enumerate(inputs)]
     try:
-        found = pass_through(ours, given)
+        actual = pass_through(ours, arguments)
     except Exception as error:
         if not GPU and "'int' object has no attribute 'to'" in str(error):
             pytest.skip("THIS TRITON'S INTERPRETER CAN'T: its loops count in Python's ints, which the kernel converts")
         raise
-    errors = relative(found, wide)
+    errors = relative(actual, wide)
     if GPU:
-        plain = relative(pass_through(alone, given), wide)
+        plain = relative(pass_through(alone, arguments), wide)
         print(name, mixer_kernels.names(op, DEVICE, dtype), "ours", errors, "plain bf16", plain)
         # torch's functions compute in float32 inside: the kernels' own products are bf16's, of which a few follow
         assert all(a <= BOUND * max(b, 2 * FLOOR) for a, b in zip(errors, plain, strict=True)), (errors, plain)
@@ -303,5 +303,5 @@ def check(ours: Error, plain: Error, kind: str) -> None:
     print(kind, "ours", ours, "plain bf16", plain)
     for what in ("logits", "loss", "grads"):
         bound = BOUND * max(getattr(plain, what), FLOOR)
-        found = getattr(ours, what)
-        assert found <= bound, f"{what}: {found:.2e}, plain {getattr(plain, what):.2e}"
+        actual = getattr(ours, what)
+        assert actual <= bound, f"{what}: {actual:.2e}, plain {getattr(plain, what):.2e}"

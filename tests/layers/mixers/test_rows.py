@@ -229,8 +229,8 @@ def test_a_copy_of_a_layer_finds_the_packing(model_type: str) -> None:
     ids = plain_tokens(1, 12, seed=0)
     with torch.no_grad():
         alone = torch.cat([stock(input_ids=part).logits for part in ids.split([5, 7], 1)], 1)
-        found = model(input_ids=ids, packed_seq_lens=[5, 7]).logits
-    assert float((found - alone).abs().max()) <= 1e-5 * float(alone.abs().max())
+        actual = model(input_ids=ids, packed_seq_lens=[5, 7]).logits
+    assert float((actual - alone).abs().max()) <= 1e-5 * float(alone.abs().max())
     assert not any("put into the model" in why for _, why in fastpack.report(model).skipped)
 
 
@@ -245,7 +245,7 @@ def test_each_thread_has_its_own_batch(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type).eval())
     batches = [{"input_ids": plain_tokens(1, 12, seed=i), "packed_seq_lens": [1 + i, 11 - i]} for i in range(4)]
     with torch.no_grad():
-        wanted = [model(**batch).logits for batch in batches]
+        expected = [model(**batch).logits for batch in batches]
     all_inside = threading.Barrier(len(batches), timeout=60)
     waited = threading.local()
 
@@ -262,9 +262,9 @@ def test_each_thread_has_its_own_batch(model_type: str) -> None:
 
     handle = layers_of(model)[0].register_forward_pre_hook(wait)
     with ThreadPoolExecutor(len(batches)) as threads:
-        found = list(threads.map(run, batches))
+        actual = list(threads.map(run, batches))
     handle.remove()
-    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bamba", "bloom", "opt", "roberta", "zaya", "rwkv"])

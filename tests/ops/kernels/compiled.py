@@ -42,8 +42,8 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
         if signature[name] != "constexpr" and not name.startswith(("scale", "tokens")):
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return int(made.metadata.shared)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return int(built.metadata.shared)
 
 
 def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:

@@ -22,23 +22,23 @@ MODULES = sorted(Path(kernels.__file__).parent.glob("*.py"))
 
 def unguarded(source: str) -> tuple[list[str], list[str]]:
     """Kernels of a module that may be launched early, and those of them that don't wait first."""
-    found: list[str] = []
+    result: list[str] = []
     wrong: list[str] = []
     for node in ast.parse(source).body:
         names = [a.arg for a in node.args.args] if isinstance(node, ast.FunctionDef) else []
         if isinstance(node, ast.FunctionDef) and "EARLY" in names and node.name != "wait_for_inputs":
-            found.append(node.name)
+            result.append(node.name)
             body = node.body[1:] if ast.get_docstring(node) else node.body
             if ast.unparse(body[0]) != "wait_for_inputs(EARLY)":
                 wrong.append(node.name)
-    return found, wrong
+    return result, wrong
 
 
 def test_every_kernel_waits_before_anything_else() -> None:
-    found = {path.stem: unguarded(path.read_text()) for path in MODULES}
-    assert not any(wrong for _, wrong in found.values()), found
+    result = {path.stem: unguarded(path.read_text()) for path in MODULES}
+    assert not any(wrong for _, wrong in result.values()), result
     launched = {path.stem for path in MODULES if "early(" in path.read_text()} - {"launch"}
-    assert launched == {name for name, (names, _) in found.items() if names}
+    assert launched == {name for name, (names, _) in result.items() if names}
     assert len(launched) >= 10
 
 
@@ -84,11 +84,11 @@ def test_a_kernel_that_is_let_in_early_waits_all_the_same() -> None:
         read_at_once[(1,)](x, out, size, launch_pdl=True)
         return out
 
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, reader in (("ours", ours), ("hasty", hasty)):
         for _ in range(2):  # the first time they are compiled
             x = torch.zeros(1, size, device="cuda")
             write_late[(1,)](x, turns, size)
-            found[name] = float(reader(x).clone().min())
-    assert found["ours"] == pytest.approx(1.0, abs=1e-5)
-    assert found["hasty"] == 0.0
+            result[name] = float(reader(x).clone().min())
+    assert result["ours"] == pytest.approx(1.0, abs=1e-5)
+    assert result["hasty"] == 0.0

@@ -44,9 +44,9 @@ def side_by_side(tokens: int, device: str) -> list[Tensor]:
     return list(drawn(tokens, sum(RANKS), device=device).split(RANKS, 1))
 
 
-def check(found: list[Tensor], theirs: Callable[[Any], Tensor], wanted: list[Tensor]) -> None:
+def check(result: list[Tensor], theirs: Callable[[Any], Tensor], expected: list[Tensor]) -> None:
     """As near to the truth as torch's own product, which has the same inputs and another order of sums."""
-    for i, (ours, right) in enumerate(zip(found, wanted, strict=True)):
+    for i, (ours, right) in enumerate(zip(result, expected, strict=True)):
         size = right.abs().max()
         error, plain = ((x.double() - right).abs().max() / size for x in (ours, theirs(i)))
         assert error <= max(1.5 * plain, torch.finfo(torch.float32).eps * 16), (i, error, plain)
@@ -98,15 +98,15 @@ def test_rows_that_do_not_count_are_left_out(device: str) -> None:
     outs = side_by_side(150, device)
     alone = [out[:70].clone() for out in outs]
     lora.shrink([x[:70] for x in xs], weights, [2.0] * 4, alone)
-    found = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
-    want = [torch.empty_like(out) for out in found]
+    result = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
+    want = [torch.empty_like(out) for out in result]
     lora.reduce([x[:70] for x in xs], [t[:70] for t in lows], want)
     for tensor in (*xs, *lows):
         tensor[70:] = float("nan")
-    lora.reduce(xs, lows, found, count)
+    lora.reduce(xs, lows, result, count)
     lora.shrink(xs, weights, [2.0] * 4, outs, count)
     assert all(torch.equal(out[:70], right) and not out[70:].any() for out, right in zip(outs, alone, strict=True))
-    assert all(torch.equal(ours, right) for ours, right in zip(found, want, strict=True))
+    assert all(torch.equal(ours, right) for ours, right in zip(result, want, strict=True))
 
 
 def test_no_tokens(device: str) -> None:
@@ -130,32 +130,32 @@ def group(device: str, rank: int, ready: torch.dtype) -> tuple[Tensor, list[Proj
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(ready).requires_grad_()
 
-    made = [
+    built = [
         Projection(leaf(size, 64).detach(), ready, lora=Lora(leaf(rank, 64), leaf(size, rank), 2.0))
         for size in (64, 32, 32)
     ]
-    return leaf(70, 64), made
+    return leaf(70, 64), built
 
 
 def gradients(x: Tensor, projections: list[Projection], residual: Tensor | None, implementation: Any) -> list[Tensor]:
     outs, _ = project(x, projections, residual=residual, implementation=implementation)
-    wanted = [x, *(t for p in projections if p.lora is not None for t in (p.lora.a, p.lora.b))]
-    found = torch.autograd.grad(outs, wanted, [torch.ones_like(out) for out in outs])
-    return [*outs, *found]
+    expected = [x, *(t for p in projections if p.lora is not None for t in (p.lora.a, p.lora.b))]
+    result = torch.autograd.grad(outs, expected, [torch.ones_like(out) for out in outs])
+    return [*outs, *result]
 
 
 @pytest.mark.parametrize(("rank", "names"), [(8, ["expand", "shrink", "reduce"]), (200, [])])
 def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, projections = group(device, rank, torch.float32)
-    wanted = gradients(x, projections, None, "torch")
+    expected = gradients(x, projections, None, "torch")
     calls: list[str] = []
     monkeypatch.setattr(lora, "processors", lambda _: 2)  # small sums are torch's where more would idle
     for name in ("expand", "shrink", "reduce"):
         stock = getattr(lora, name)
         monkeypatch.setattr(lora, name, lambda *a, stock=stock, name=name, **k: (calls.append(name), stock(*a, **k)))
-    found = gradients(x, projections, None, "triton")
+    result = gradients(x, projections, None, "triton")
     assert calls == names
-    for ours, right in zip(found, wanted, strict=True):
+    for ours, right in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
 
 
@@ -177,14 +177,14 @@ def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest
     x, projections = group(device, 8, torch.float32)
     residual = torch.randn(70, 64, device=device)
     before = residual.clone()
-    wanted = gradients(x, projections[:1], residual, "torch")
+    expected = gradients(x, projections[:1], residual, "torch")
     calls: list[int] = []
     stock = lora.expand
     monkeypatch.setattr(lora, "expand", lambda *a: (calls.append(len(a[0])), stock(*a)))
-    found = gradients(x, projections[:1], residual, "triton")
+    result = gradients(x, projections[:1], residual, "triton")
     assert calls == [1]
     assert torch.equal(residual, before)
-    for ours, right in zip(found, wanted, strict=True):
+    for ours, right in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
 
 
@@ -200,20 +200,20 @@ def test_gradients_have_the_dtype_of_parameters(
         assert first is not None
         changed = Lora(first.a.detach().float().requires_grad_(), first.b, first.scale)
         projections[0] = replace(projections[0], lora=changed)
-    given: list[list[Tensor | None]] = []
+    inputs: list[list[Tensor | None]] = []
     stock = projections_module.update_gradients
 
     def update_gradients(*args: Any, **kwargs: Any) -> None:
         stock(*args, **kwargs)
-        given.append(args[6])
+        inputs.append(args[6])
 
     monkeypatch.setattr(projections_module, "update_gradients", update_gradients)
     monkeypatch.setattr(lora, "processors", lambda _: 2)
-    found = gradients(x, projections, None, implementation)
-    (made,) = given
-    dtypes = {gradient.dtype for gradient in made if gradient is not None}
+    result = gradients(x, projections, None, implementation)
+    (built,) = inputs
+    dtypes = {gradient.dtype for gradient in built if gradient is not None}
     assert dtypes == {torch.bfloat16 if same else torch.float32}
     leaves = [t for p in projections if p.lora is not None for t in (p.lora.a, p.lora.b)]
-    for ours, leaf in zip(found[len(projections) + 1 :], leaves, strict=True):
+    for ours, leaf in zip(result[len(projections) + 1 :], leaves, strict=True):
         assert ours.dtype == leaf.dtype
         assert ours.abs().max() > 0

@@ -46,10 +46,10 @@ def drawn(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, columns + 16, device=device).to(dtype)[:, 8 : 8 + columns]
 
 
-def errors(found: list[Tensor], xs: list[Tensor]) -> list[tuple[float, float]]:
+def errors(actual: list[Tensor], xs: list[Tensor]) -> list[tuple[float, float]]:
     """Ours, and plain torch's, each relative to the largest sum."""
     pairs: list[tuple[float, float]] = []
-    for ours, x in zip(found, xs, strict=True):
+    for ours, x in zip(actual, xs, strict=True):
         truth = x.double().sum(0)
         size = truth.abs().max()
         plain = x.sum(0, dtype=ours.dtype)
@@ -60,9 +60,9 @@ def errors(found: list[Tensor], xs: list[Tensor]) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums(dtype: torch.dtype, device: str, launches: list[int]) -> None:
     xs = [drawn(*size, device, dtype) for size in SIZES]
-    found = row_sums.sum_rows(xs, [torch.float32, dtype, dtype, torch.float32])
-    assert [f.dtype for f in found] == [torch.float32, dtype, dtype, torch.float32]
-    for result, (ours, plain) in zip(found, errors(found, xs), strict=True):
+    actual = row_sums.sum_rows(xs, [torch.float32, dtype, dtype, torch.float32])
+    assert [f.dtype for f in actual] == [torch.float32, dtype, dtype, torch.float32]
+    for result, (ours, plain) in zip(actual, errors(actual, xs), strict=True):
         once = 16 * torch.finfo(torch.float32).eps if result.dtype == torch.float32 else torch.finfo(dtype).eps / 2
         if device == "cpu" and result.dtype == torch.bfloat16:
             once *= 2  # Triton's interpreter cuts off
@@ -88,8 +88,8 @@ def test_a_missing_row_is_seen(device: str) -> None:
 
 
 def test_no_rows(device: str) -> None:
-    (found,) = row_sums.sum_rows([torch.empty(0, 5, device=device)], [torch.float32])
-    assert torch.equal(found, torch.zeros(5, device=device))
+    (actual,) = row_sums.sum_rows([torch.empty(0, 5, device=device)], [torch.float32])
+    assert torch.equal(actual, torch.zeros(5, device=device))
 
 
 def test_what_torch_adds_up(device: str, launches: list[int]) -> None:
@@ -101,8 +101,8 @@ def test_what_torch_adds_up(device: str, launches: list[int]) -> None:
         torch.ones(rows, 2).to(device),
     ]
     for x in xs:
-        (found,) = row_sums.sum_rows([x], [x.dtype])
-        assert torch.equal(found, x.sum(0))
+        (actual,) = row_sums.sum_rows([x], [x.dtype])
+        assert torch.equal(actual, x.sum(0))
     half = drawn(300, 4, device, torch.bfloat16)
     half = half.t().contiguous().t()
     (wide,) = row_sums.sum_rows([half], [torch.float32])

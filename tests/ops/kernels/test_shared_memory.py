@@ -34,14 +34,14 @@ DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90,
 
 @pytest.mark.slow
 def test_what_kernels_take() -> None:
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kwargs = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compiled.py")
     command = [sys.executable, str(script), json.dumps(FITS + DOES_NOT)]
-    run = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env=kwargs, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    for case, made in zip(FITS, found, strict=False):
-        assert made["stages"] >= 1, case
-        assert 0 < made["taken"] <= made["limit"], (case, made)
-    for case, made in zip(DOES_NOT, found[len(FITS) :], strict=True):
-        assert made["stages"] == 0, case
+    result = json.loads(run.stdout.splitlines()[-1])
+    for case, built in zip(FITS, result, strict=False):
+        assert built["stages"] >= 1, case
+        assert 0 < built["taken"] <= built["limit"], (case, built)
+    for case, built in zip(DOES_NOT, result[len(FITS) :], strict=True):
+        assert built["stages"] == 0, case

@@ -59,7 +59,7 @@ def sft(folder: Path, model: Any = None, *, data: Dataset | None = None, **furth
 
 def record(trainer: Any) -> list[list[tuple[int, int]]]:
     """Record each collated batch: each sequence's length and its number of predicted labels."""
-    found: list[list[tuple[int, int]]] = []
+    result: list[list[tuple[int, int]]] = []
     stock = trainer.data_collator
 
     def collate(examples: list[dict[str, Any]]) -> Any:
@@ -70,11 +70,11 @@ def record(trainer: Any) -> list[list[tuple[int, int]]]:
             for length in lengths:
                 batch.append((length, sum(label != -100 for label in example["labels"][at + 1 : at + length])))
                 at += length
-        found.append(batch)
+        result.append(batch)
         return stock(examples)
 
     trainer.data_collator = collate
-    return found
+    return result
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -103,10 +103,10 @@ def test_metrics_against_counts_by_hand(feed: str, patch: bool, tmp_path: Path) 
     callback = attach(trainer, peak_flops=1e10)
     if patch:
         fastpack.patch(trainer)
-    found = logged(trainer)
-    assert len(found) == STEPS
+    result = logged(trainer)
+    assert len(result) == STEPS
     totals = {"real": 0, "trained": 0, "slots": 0, "flops": 0}
-    for step, batch in zip(found, batches, strict=False):
+    for step, batch in zip(result, batches, strict=False):
         lengths = [length for length, _ in batch]
         real, trained = sum(lengths), sum(labels for _, labels in batch)
         slots = len(lengths) * max(lengths) if feed == "padded" else -(-real // 8) * 8 if "multiple" in feed else real
@@ -129,9 +129,9 @@ def test_metrics_against_counts_by_hand(feed: str, patch: bool, tmp_path: Path) 
     assert {name: callback.totals[name] for name in totals} == totals
     assert callback.totals["steps"] == STEPS
     seconds = (callback.totals["inside"] + callback.totals["waiting"]) / 1e9
-    time_of_each = [step["real_tokens"] / step["tokens_per_second_per_gpu"] for step in found]
+    time_of_each = [step["real_tokens"] / step["tokens_per_second_per_gpu"] for step in result]
     assert sum(time_of_each) == pytest.approx(seconds)
-    used = sum(step["mfu"] * 1e10 * took for step, took in zip(found, time_of_each, strict=True))
+    used = sum(step["mfu"] * 1e10 * took for step, took in zip(result, time_of_each, strict=True))
     assert used == pytest.approx(totals["flops"])
 
 
@@ -162,9 +162,9 @@ def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
     plain = sft(tmp_path, gradient_accumulation_steps=2, max_steps=4, logging_steps=2)
     batches = record(plain)
     alone = attach(plain)
-    found = logged(plain)
+    result = logged(plain)
     lengths = [sum(length for length, _ in batch) for batch in batches]
-    assert [step["real_tokens"] for step in found] == [sum(lengths[:4]) / 2, sum(lengths[4:8]) / 2]
+    assert [step["real_tokens"] for step in result] == [sum(lengths[:4]) / 2, sum(lengths[4:8]) / 2]
     evaluated = sft(
         tmp_path,
         gradient_accumulation_steps=2,
@@ -292,10 +292,10 @@ def test_time_goes_where_it_belongs(tmp_path: Path) -> None:
         trainer = sft(tmp_path, max_steps=4, logging_steps=4, **further)
         prepare(trainer)
         callback = attach(trainer)
-        (found,) = logged(trainer)
+        (result,) = logged(trainer)
         seconds = (callback.totals["inside"] + callback.totals["waiting"]) / 1e9
-        assert found["tokens_per_second_per_gpu"] == pytest.approx(callback.totals["real"] / seconds)
-        assert found["step_seconds"] == pytest.approx(callback.totals["inside"] / 1e9 / 4)
+        assert result["tokens_per_second_per_gpu"] == pytest.approx(callback.totals["real"] / seconds)
+        assert result["step_seconds"] == pytest.approx(callback.totals["inside"] / 1e9 / 4)
         return {name: callback.totals[name] / 1e9 for name in ("inside", "waiting")}
 
     def slow_loading(trainer: Any) -> None:
@@ -323,8 +323,8 @@ def test_what_the_command_line_reads(quiet: bool, tmp_path: Path) -> None:
     batches = record(trainer)
     callback = attach(trainer)
     callback.logs = not quiet
-    found = logged(trainer)
-    assert [not step for step in found] == [quiet, quiet]
+    result = logged(trainer)
+    assert [not step for step in result] == [quiet, quiet]
     lengths = [[length for length, _ in batch] for batch in batches[:5]]
     real, slots = [sum(one) for one in lengths], [len(one) * max(one) for one in lengths]
     steps = read_steps(callback)
@@ -370,6 +370,6 @@ def test_a_model_without_a_formula_warns(tmp_path: Path) -> None:
         FastpackWarning, match="mfu is left out: there is no formula for everything that a DiffLlamaModel"
     ):
         attach(trainer, peak_flops=1e10)
-    found = logged(trainer)
-    assert "mfu" not in found[0]
-    assert found[0]["tokens_per_second_per_gpu"] > 0
+    result = logged(trainer)
+    assert "mfu" not in result[0]
+    assert result[0]["tokens_per_second_per_gpu"] > 0

@@ -142,10 +142,10 @@ def test_only_some_layers_train() -> None:
     model: Any = tiny_model("llama", num_hidden_layers=4).requires_grad_(False)
     frozen = expected(read_flops(model))
     model.model.layers[2].requires_grad_(True)
-    found = expected(read_flops(model))
-    assert count(model, backward=True) == found
+    result = expected(read_flops(model))
+    assert count(model, backward=True) == result
     model.model.layers[0].requires_grad_(True)
-    assert frozen < found < expected(read_flops(model))
+    assert frozen < result < expected(read_flops(model))
 
 
 def test_adapters_in_force_count_alone() -> None:

@@ -51,14 +51,14 @@ def test_dpo(reference: str, tmp_path: Path) -> None:
         trainer.get_train_dataloader()  # which computes them
         loads.clear()
     plan = read_flops(trainer.model)
-    found = logged(trainer)
+    result = logged(trainer)
     flops = 0
-    for step, (lengths, completions, slots) in zip(found, loads, strict=False):
+    for step, (lengths, completions, slots) in zip(result, loads, strict=False):
         assert (step["real_tokens"], step["trained_tokens"]) == (sum(lengths), completions)
         assert step["padding_tokens"] == slots - sum(lengths)
         flops += plan.of(sum(lengths), [sum(n * (n + 1) // 2 for n in lengths)])
     assert callback.totals["flops"] == flops
-    assert len(found) == STEPS
+    assert len(result) == STEPS
 
 
 def test_rewards_have_no_trained_tokens(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_rewards_have_no_trained_tokens(tmp_path: Path) -> None:
         processing_class=word_tokenizer(),
     )
     attach(trainer)
-    found = logged(trainer)
-    assert found[0]["real_tokens"] > 0
-    assert not any("trained" in name for name in found[-1])
+    result = logged(trainer)
+    assert result[0]["real_tokens"] > 0
+    assert not any("trained" in name for name in result[-1])
 
 
 @pytest.mark.parametrize("patch", [False, True])

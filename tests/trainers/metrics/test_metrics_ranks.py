@@ -34,12 +34,12 @@ def process(rank: int, folder: str, port: int) -> None:
     batches = record(trainer)
     callback = attach(trainer, peak_flops=1e10)
     steps = logged(trainer)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "lengths": [[length for length, _ in batch] for batch in batches][:STEPS],
         "logged": steps,
         "totals": dict(callback.totals),
     }
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
 
 

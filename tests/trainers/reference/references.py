@@ -27,9 +27,9 @@ def columns_of(dataset: Any) -> dict[str, Tensor]:
     }
 
 
-def off_by(found: Any, want: Any) -> float:
+def off_by(result: Any, want: Any) -> float:
     """Return the largest relative difference of any example's log-probability."""
-    ours, theirs = columns_of(found), columns_of(want)
+    ours, theirs = columns_of(result), columns_of(want)
     assert ours.keys() == theirs.keys()
     assert ours
     return max(float(((ours[name] - theirs[name]) / theirs[name]).abs().max()) for name in ours)

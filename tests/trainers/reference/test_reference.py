@@ -49,10 +49,10 @@ def test_4bit(lora: bool, tmp_path: Path) -> None:
     want = alone(data, model)  # in training mode: in evaluation bitsandbytes rounds its scales on some CPUs
     if lora:
         model = with_lora(model)
-    found = with_reference_log_probs(data, model, folder=tmp_path / "cache")
-    assert off_by(found, want) <= BOUND
+    result = with_reference_log_probs(data, model, folder=tmp_path / "cache")
+    assert off_by(result, want) <= BOUND
     again = with_reference_log_probs(data, nf4(tmp_path / "model"), folder=tmp_path / "cache")
-    assert off_by(again, found) == 0
+    assert off_by(again, result) == 0
 
 
 def test_a_head_with_lora_and_a_bias(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_swapped_sides_are_found_and_other_prompts_are_not(tmp_path: Path, monke
     whole = with_reference_log_probs(data, model, folder=tmp_path)
     counts = Scoring(monkeypatch)
     swapped = data.rename_columns({"chosen_ids": "rejected_ids", "rejected_ids": "chosen_ids"})
-    found = with_reference_log_probs(swapped, model, folder=tmp_path)
-    assert found["ref_chosen_logps"][:] == whole["ref_rejected_logps"][:]
+    result = with_reference_log_probs(swapped, model, folder=tmp_path)
+    assert result["ref_chosen_logps"][:] == whole["ref_rejected_logps"][:]
     assert not counts.batches
     # the same ids, of which others are scored
     moved = data.map(
@@ -240,13 +240,13 @@ def process(rank: int, folder: str) -> None:
     first = data.select(range(9))
     # a folder that only the first one writes to: the others have what it read
     own = Path(folder) / f"cache{rank}"
-    found = with_reference_log_probs(first, model, folder=own, max_tokens=40)
-    told: dict[str, Any] = {"forwards": counted, "first": found["ref_chosen_logps"][:]}
-    found = with_reference_log_probs(data, model, folder=own, max_tokens=40)
-    told["all"] = [found[name][:] for name in PAIR_COLUMNS]
+    result = with_reference_log_probs(first, model, folder=own, max_tokens=40)
+    reported: dict[str, Any] = {"forwards": counted, "first": result["ref_chosen_logps"][:]}
+    result = with_reference_log_probs(data, model, folder=own, max_tokens=40)
+    reported["all"] = [result[name][:] for name in PAIR_COLUMNS]
     # a single sequence for two ranks
     one = with_reference_log_probs(tokenised(1, seed=5), model, folder=own)
-    told["one"] = one["ref_chosen_logps"][:]
+    reported["one"] = one["ref_chosen_logps"][:]
     cases = {
         "model": lambda: with_reference_log_probs(data, policy(rank), folder=own),
         "data": lambda: with_reference_log_probs(tokenised(12, seed=rank), model, folder=own),
@@ -256,25 +256,25 @@ def process(rank: int, folder: str) -> None:
         try:
             case()
         except ReferenceCacheError as error:
-            told[name] = str(error)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+            reported[name] = str(error)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(reported))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(process, (str(tmp_path),), nprocs=2)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    reported = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     want = alone(tokenised(), policy().eval())
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reported):
         assert one["first"] == one["all"][0][:9]
         for name, values in zip(PAIR_COLUMNS, one["all"], strict=True):
             assert torch.allclose(torch.tensor(values), torch.tensor(want[name][:]), rtol=BOUND, atol=0)
         assert all("ranks hold different models or data" in one[name] for name in ("model", "data", "max_tokens"))
-        assert one["one"] == told[0]["one"]
+        assert one["one"] == reported[0]["one"]
         assert (tmp_path / f"cache{rank}").exists() == (rank == 0), "the first one writes"
-    assert abs(told[0]["forwards"] - told[1]["forwards"]) <= 1
-    assert min(one["forwards"] for one in told) >= 2, "both took part"
+    assert abs(reported[0]["forwards"] - reported[1]["forwards"]) <= 1
+    assert min(one["forwards"] for one in reported) >= 2, "both took part"
 
 
 @pytest.mark.gpu
@@ -288,7 +288,7 @@ def test_on_a_gpu_in_bf16(lora: bool, tmp_path: Path) -> None:
     stock = alone(data, model)
     if lora:
         model = with_lora(model)
-    found = with_reference_log_probs(data, model, folder=tmp_path)
-    assert off_by(found, exact) <= 1.5 * max(off_by(stock, exact), 1e-3)
+    result = with_reference_log_probs(data, model, folder=tmp_path)
+    assert off_by(result, exact) <= 1.5 * max(off_by(stock, exact), 1e-3)
     again = with_reference_log_probs(data, model.cpu(), folder=tmp_path)
-    assert columns_of(again)["ref_chosen_logps"].equal(columns_of(found)["ref_chosen_logps"]), "the same on any device"
+    assert columns_of(again)["ref_chosen_logps"].equal(columns_of(result)["ref_chosen_logps"]), "the same on any device"

@@ -33,10 +33,10 @@ def model() -> Any:
 @pytest.fixture
 def cache(model: Any, tmp_path: Path) -> ReferenceCache:
     """Return a cache of six values that were added in two calls."""
-    made = ReferenceCache(tmp_path / "cache", identify(model, None))
+    built = ReferenceCache(tmp_path / "cache", identify(model, None))
     for some in (list(VALUES)[:4], list(VALUES)[4:]):
-        made.add({one: VALUES[one] for one in some})
-    return made
+        built.add({one: VALUES[one] for one in some})
+    return built
 
 
 def test_what_was_put_in_comes_out(cache: ReferenceCache, model: Any, tmp_path: Path) -> None:
@@ -133,19 +133,19 @@ def test_what_does_not_matter(cache: ReferenceCache) -> None:
 
 
 def test_adapters_are_told_by_weights_and_config() -> None:
-    found = {}
+    result = {}
     for name, settings in {"a": {}, "b": {"lora_alpha": 4}, "c": {"r": 2, "lora_alpha": 4}}.items():
         tuned = with_lora(policy(), **settings)
-        found[name] = identify(tuned, "default")
-    assert found["a"]["weights"] == found["b"]["weights"] != found["c"]["weights"]
-    assert (found["a"]["adapter.lora_alpha"], found["b"]["adapter.lora_alpha"]) == ("8", "4")
+        result[name] = identify(tuned, "default")
+    assert result["a"]["weights"] == result["b"]["weights"] != result["c"]["weights"]
+    assert (result["a"]["adapter.lora_alpha"], result["b"]["adapter.lora_alpha"]) == ("8", "4")
     # whatever it is called
     tuned = with_lora(policy())
     tuned.add_adapter("ref", lora_config())
     for name, parameter in tuned.named_parameters():
         if ".default." in name:
             tuned.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
-    assert identify(tuned, "ref") == found["a"]
+    assert identify(tuned, "ref") == result["a"]
 
 
 @pytest.mark.gpu

@@ -98,8 +98,8 @@ def test_judged_data_for_loops_of_ones_own(loss_type: str, tmp_path: Path) -> No
     stock = judged_trainer(tmp_path, precompute_ref_log_probs=True, loss_type=loss_type).train_dataset
     names = [name for name in ("ref_logps", "ref_KL_logps") if name in stock.column_names]
     assert len(names) == (2 if loss_type == "kto" else 1)
-    found = with_reference_log_probs(stock.remove_columns(names), policy(1), folder=tmp_path / "cache", ld_alpha=0.5)
-    assert off_by(found, stock) <= BOUND
+    result = with_reference_log_probs(stock.remove_columns(names), policy(1), folder=tmp_path / "cache", ld_alpha=0.5)
+    assert off_by(result, stock) <= BOUND
 
 
 STEPPED: dict[str, dict[str, Any]] = {
@@ -155,11 +155,11 @@ def test_evaluate_on_data_of_its_own_with_the_reference_inside(tmp_path: Path) -
     precompute(ours, folder=tmp_path / "cache")
     for _ in range(2):
         for data in (pairs(5, seed=2), {"a": pairs(5, seed=2), "b": pairs(3, seed=4)}):
-            want, found = stock.evaluate(data), ours.evaluate(data)
+            want, result = stock.evaluate(data), ours.evaluate(data)
             losses = [name for name in want if name.endswith("_loss")]
             assert len(losses) == (2 if isinstance(data, dict) else 1)
             for name in losses:
-                assert abs(found[name] - want[name]) <= 1e-5 * want[name]
+                assert abs(result[name] - want[name]) <= 1e-5 * want[name]
         stock.train()
         ours.train()
 
