@@ -13,7 +13,7 @@ from fastpack.utils.compile import cached_constant
 
 
 def accepted(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a class's forward takes, by name or in its ``**kwargs``."""
+    """Return those of the arguments that a class's forward takes, by name or in its ``**kwargs``."""
     names = _keywords(forward)
     return dict(arguments) if names is None else {name: arguments[name] for name in arguments if name in names}
 
@@ -41,14 +41,14 @@ def bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """
     names = parameters(cls.forward)
     if len(args) > len(names):
-        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
+        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, but got {len(args)}")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def wants_tuple(module: nn.Module, arguments: dict[str, Any]) -> bool:
     """Remove ``return_dict`` from the arguments, and return whether a tuple is asked for.
 
-    PEFT passes None, which means what the config says.
+    PEFT passes None, which stands for the config's setting.
     """
     return_dict = arguments.pop("return_dict", None)
     return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
