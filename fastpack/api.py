@@ -140,7 +140,7 @@ def patch(
         target: A causal LM, or a sequence or token classifier, of a covered family (``fastpack families`` lists them);
             its bare backbone; one of these wrapped by PEFT or with 4-bit or 8-bit weights; or a trainer that holds one.
             In a trainer, both the policy and the reference model are patched.
-        attention: For each call, ``auto`` takes the first attention backend that can serve it. A name asks for one
+        attention: For each call, ``auto`` takes the first attention backend that can serve it. A name selects one
             backend: ``flash_attn``, ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``,
             ``segments`` or ``reference``.
         kernels: The implementation of norms, RoPE, gated units, LoRA's casts and the fused loss. ``auto`` takes Triton
@@ -249,7 +249,7 @@ def _refuse_spread_sequences(target: object) -> None:
 def unpatch(target: T) -> T:
     """Restore every forward and config of a patched model or trainer exactly.
 
-    A target that is not patched stays as it is. If other code has wrapped a forward of fastpack's since the patch, that
+    A target that is not patched is not changed. If other code has wrapped a forward of fastpack's since the patch, that
     forward stays inside the wrapper, but it is disabled: it calls the stock forward.
 
     Example:
@@ -325,8 +325,8 @@ def report(target: object) -> PatchReport:
     """Return a report of what a patch has changed.
 
     The report names the tier of every layer, the forwards that were swapped, the attention backend that serves, and
-    what was left alone and why. Print it, or call its ``to_dict()``. It shows the model as it is now: adapters, hooks
-    and devices may have changed since the patch.
+    what was not changed and why. Print it, or call its ``to_dict()``. It describes the present state of the model:
+    adapters, hooks and devices may have changed since the patch.
 
     Example:
         >>> report = fastpack.report(model)  # doctest: +SKIP

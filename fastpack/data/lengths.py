@@ -85,7 +85,7 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
         counts = _count_by_row(dataset, columns)
     if len({len(column) for column in counts.values()}) != 1:
         sizes = ", ".join(f"{name} has {len(column)}" for name, column in counts.items())
-        raise PackingError(f"columns differ in size: {sizes} examples. Pass columns of one size.")
+        raise PackingError(f"columns differ in size: {sizes} examples. Pass columns of the same size.")
     cut = None if sides is LENGTH else max_length
     totals = [0] * len(counts[columns[0]])
     for side in sides:
@@ -123,6 +123,6 @@ def _count(name: str, column: Iterable[Any], start: int = 0) -> Iterator[int]:
             yield index(value) if name == "length" else len(value)
         except TypeError as error:
             raise PackingError(
-                f"example {at} has no {name} that can be counted: {value!r:.60}. Each needs "
+                f"example {at} has no {name} that can be counted: {value!r:.60}. Each example needs "
                 f"{'a whole number' if name == 'length' else 'a list of token ids'}."
             ) from error

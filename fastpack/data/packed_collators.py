@@ -189,7 +189,7 @@ def _real(example: Example, column: str, ids: Tensor, name: str) -> slice:
 def _check_length(column: Tensor, ids: Tensor, what: str, name: str) -> None:
     if len(column) != len(ids):
         raise PackingError(
-            f"{name} of the batch has {len(column)} entries in {what} and {len(ids)} ids. Pass one for each token."
+            f"{name} of the batch has {len(column)} entries in {what} and {len(ids)} ids. Pass one entry for each id."
         )
 
 

@@ -39,7 +39,7 @@ class BatchPlan:
         batches: ``batches[rank][micro_batch]`` are the indices of at least one example. All ranks have the same number
             of micro-batches.
         tokens: ``tokens[rank][micro_batch]``, at most ``max_tokens``.
-        costs: ``costs[rank][micro_batch]``, in units of ``a * tokens``.
+        costs: ``costs[rank][micro_batch]``, the sum of ``a * l + b * l ** 2`` over the examples of ``l`` tokens.
         max_tokens: the budget.
         truncated: the indices of examples over the budget. They count as ``max_tokens``, and the collator has to cut
             them.
@@ -157,7 +157,7 @@ def read_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     if min(values) < 1:
         at = next(i for i, length in enumerate(values) if length < 1)
         raise PackingError(
-            f"example {at} has a length of {values[at]}; each needs at least 1 token. Filter such examples out."
+            f"example {at} has a length of {values[at]}; an example needs at least 1 token. Filter such examples out."
         )
     return values
 

@@ -1,4 +1,4 @@
-"""Families with modules that mix tokens across boundaries: these run on one row a sequence, and the rest runs packed.
+"""Families with modules that mix tokens across boundaries: these run on one row for each sequence, others run packed.
 
 Such a module is listed here if its result for a token depends only on the tokens before it, and not on the row's
 length. The listed modules are recurrences, state spaces, linear attention and convolutions; attention that does not use

@@ -150,7 +150,7 @@ class HeadSpec:
     Attributes:
         scale, divisor, softcap: the name of the attribute that holds this value (dotted for an attribute of the
             config), or None. The value of a softcap may be None too.
-        balanced: whether a load-balancing loss over the routers' logits is added, if these are asked for.
+        balanced: whether a load-balancing loss over the routers' logits is added, if these logits are requested.
     """
 
     scale: str | None = None
@@ -161,7 +161,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A module that mixes tokens across boundaries: it runs on one row a sequence, padded on the right.
+    """A module that mixes tokens across boundaries: it runs on one row for each sequence, padded on the right.
 
     Attributes:
         mask: the mask that it gets: floats ``added`` to the scores, bools of ``seen`` or of ``hidden`` keys, or None.
@@ -209,7 +209,7 @@ class Family:
         backbone: the class name of the module that the heads call.
         attention: the class names of attention modules that call transformers' attention interface.
         package: the sub-package of transformers, if its name is not ``model_type``.
-        mixers: the other modules that mix tokens, by class name; their stock forward runs on one row a sequence.
+        mixers: the other modules that mix tokens, by class name; their stock forward runs on one row for each sequence.
         repadded: whether the whole backbone runs on rows of equal length, since no module of it can be wrapped alone.
         drops_packing: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
         file: the name of the modeling file, if it is not that of the sub-package.
@@ -238,8 +238,8 @@ class Family:
             matmuls outside of modules.
         routers: the class names of the modules that choose experts for each token, by ``torch.topk`` or ``max``.
             Rounding can change a choice, so comparisons fix the choices.
-        fast: the classes with fast forwards, each with its spec (:mod:`fastpack.families.shared_specs`). A class is
-            used if its source was proved (:mod:`fastpack.families.lock`) or a twin of it matches.
+        fast: the classes with fast forwards, each with its spec (:mod:`fastpack.families.shared_specs`). A fast forward
+            is used if the class's source was proved (:mod:`fastpack.families.lock`), or if a twin of the class matches.
         earlier: the specs of some of these classes in earlier releases of transformers.
     """
 

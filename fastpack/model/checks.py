@@ -169,7 +169,7 @@ def _refuse_two_ways(backbone: ModelLike, family: Family, arguments: Mapping[str
 def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
     """Raise if this family can't follow the ``position_ids`` of a batch.
 
-    The host waits for the device if the family has such a limit.
+    The host waits for the device if the family limits positions.
 
     Args:
         backbone: the backbone.

@@ -16,7 +16,7 @@ from fastpack.utils.signatures import shape_of, source_of
 def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
     """Run the head's own ``generate`` without ``packed_seq_lens``, which stock models don't take.
 
-    A padded batch needs no more than its ``attention_mask``, which tells generation where rows begin.
+    A padded batch needs only its ``attention_mask``, which tells generation where rows begin.
 
     Args:
         patched: the replacement of the head's ``generate``.

@@ -177,7 +177,7 @@ def head_pre_hook(
         kwargs: its keywords.
 
     Returns:
-        The arguments and keywords; None if they stay as they are.
+        The arguments and keywords; None if they don't change.
 
     Raises:
         PatchError: the module is a replica that ``nn.DataParallel`` made.

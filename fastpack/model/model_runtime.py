@@ -15,7 +15,7 @@ from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.utils.classes import Classes
 from fastpack.utils.replacement import replacement_on
 
-if TYPE_CHECKING:  # they import much, and only a patch with these options needs them
+if TYPE_CHECKING:  # these modules import much, and only a patch with their options needs them
     from fastpack.cuda_graphs.runner import GraphRunner
     from fastpack.offload.checkpoints import CheckpointOffload
 

@@ -147,7 +147,7 @@ class PrefixSharing:
 
 
 def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
-    """Return why no batch of a model can share prefixes, or None."""
+    """Return why no batch of a model can share prefixes; None if batches can."""
     if family.repadded:
         return f"{family.model_type} runs on rows of equal length, each with all of its tokens"
     if family.mixers:

@@ -2,10 +2,10 @@
 
 Shape suffixes: B rows and S columns of the original batch; T tokens; N sequences.
 
-A batch has one such object. :mod:`fastpack.packing.inputs` builds it from the batch's tensors, and the forwards pass it
-on as the keyword ``packed_seq_lens``. Its parts have files of their own: :mod:`fastpack.packing.padding` un-pads,
-:mod:`fastpack.packing.buckets` rounds sizes up so that they repeat from batch to batch, and
-:mod:`fastpack.packing.prefixes` keeps each token of a shared prefix once.
+Each batch has one ``PackedSeqLens``. :mod:`fastpack.packing.inputs` builds it from the batch's tensors, and the
+forwards pass it on as the keyword ``packed_seq_lens``. Its parts have files of their own:
+:mod:`fastpack.packing.padding` un-pads, :mod:`fastpack.packing.buckets` rounds sizes up so that they repeat from batch
+to batch, and :mod:`fastpack.packing.prefixes` keeps each token of a shared prefix once.
 """
 
 from __future__ import annotations

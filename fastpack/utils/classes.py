@@ -190,7 +190,7 @@ class Classes:
             if cls.forward is not forward:
                 raise PatchError(
                     f"the forward of {cls.__name__} became {place_of(cls.forward)} after the patch; fastpack computes "
-                    "the one before it. Assign the class's own forward again, or call unpatch(model) and patch anew."
+                    "the earlier one. Assign the class's own forward again, or call unpatch(model) and patch anew."
                 )
         for at, (module, before) in enumerate(self._classes):
             now = type(module)

@@ -46,7 +46,7 @@ def bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def wants_tuple(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Remove ``return_dict`` from the arguments, and return whether a tuple is asked for.
+    """Remove ``return_dict`` from the arguments, and return whether a tuple is requested.
 
     PEFT passes None, which stands for the config's setting.
     """
