@@ -163,11 +163,11 @@ def patch(
             copies run in parallel with the computation. Gradients stay the same. In half precision it saves (layers -
             3) x T x hidden size x 2 bytes of device memory, and takes as much host memory, each piece rounded up to a
             power of two. ``activations`` also keeps the gate and up results of gated MLPs there, so that the backward
-            need not compute them again. It does so for as many layers as there is time for copies, by the rates of
-            copies and matmuls that it measures at the first layer. The results of the last two layers stay on the
-            device, and those of one more layer are being copied back. This takes 3 x T x 2 x intermediate size x 2
-            bytes more device memory than ``checkpoints``. The report says for how many layers these results are
-            computed again after all, and why.
+            need not compute them again. It does so for as many layers as the copies have time for. It estimates this
+            number from the rates of copies and matmuls, which it measures at the first layer. The results of the last
+            two layers stay on the device, and those of one more layer are being copied back. This takes 3 x T x 2 x
+            intermediate size x 2 bytes more device memory than ``checkpoints``. The report says for how many layers
+            these results are computed again after all, and why.
         share_prefixes: If several sequences of a batch begin alike, ``auto`` computes their common beginning only once:
             the prompt of a chosen and a rejected completion, for example, or the system prompt of many chats. It does
             so in every batch in which this saves a twentieth of the tokens or more. Every sequence still attends to all

@@ -74,7 +74,7 @@ class _Pool:
         self.keys = [lengths[i] << _POSITION_BITS | position for position, i in enumerate(order)]
         self.taken = bytearray(len(order))
         self.waiting = self.added = self.oldest = 0
-        self.by_length: list[int] = []  # keys, some of examples already taken, which are dropped when met
+        self.by_length: list[int] = []  # keys; those of taken examples are dropped when met
 
     def refill(self) -> bool:
         """Add examples once half of the pool is gone, and return whether any example is left.

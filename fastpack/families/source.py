@@ -77,7 +77,7 @@ def _read(function: FunctionType) -> _Source | None:
     The result can be cached: a function keeps its source, since users and libraries replace whole functions.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # without wrappers
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # without its wrappers
     except (AttributeError, OSError, TypeError, SyntaxError):
         return None
     return _normalise(tree) if isinstance(tree, ast.FunctionDef) else None

@@ -251,7 +251,7 @@ def fused_head(
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     shift_labels = arguments.get("shift_labels")
     if shift_labels is not None:
-        targets = shift_labels.reshape(-1)  # of every slot, unchanged
+        targets = shift_labels.reshape(-1)  # one for every slot, unchanged
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
     count = _begin_count(targets, ignore_index)

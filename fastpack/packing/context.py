@@ -97,7 +97,7 @@ class PackingContext(threading.local):
         **kwargs: Any,
     ) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            again = self.packed is not packed  # in the backward, where checkpointed layers inside this one need it too
+            again = self.packed is not packed  # in the backward: checkpointed layers in this one need it too
             with self._running(packed, checkpointed) if again else nullcontext():
                 return function(*args, **kwargs)
 

@@ -64,7 +64,7 @@ class Padding:
         shape = (*self.batch_shape, *x_1T.shape[2:])
         x_T = x_1T.squeeze(0)
         slots = self.repad_flat(x_T)
-        return reshaped(slots, shape) if len(slots) > len(x_T) else slots.reshape(shape)  # new, or x itself
+        return reshaped(slots, shape) if len(slots) > len(x_T) else slots.reshape(shape)  # a new tensor, or x itself
 
     def repad_flat(self, x_T: Tensor) -> Tensor:
         """Re-pad ``[T, ...]`` to ``[B * S, ...]``, for outputs that a stock model returns without a batch dimension."""

@@ -95,8 +95,7 @@ def constant(function: Callable[Arguments, Output]) -> Callable[Arguments, Outpu
     Such a function gives the same result for the same arguments as long as the process lives. The results are strings,
     bools, numbers, None or tuples of these.
     """
-    # torch.compiler.assume_constant_result sets the same mark, but imports the compiler, which `import fastpack` must
-    # not
+    # torch.compiler.assume_constant_result sets the same mark, but `import fastpack` must not import the compiler
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -35,7 +35,7 @@ def headed(*names: str, title: str | None = None, right: Collection[str] = ()) -
     from rich.table import Column, Table
 
     columns = [Column(name, justify="right" if name in right else "left") for name in names]
-    columns[-1].no_wrap = True  # a verdict is read on a narrow terminal too
+    columns[-1].no_wrap = True  # so that a verdict can be read on a narrow terminal too
     return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 

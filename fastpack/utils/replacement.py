@@ -95,7 +95,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
             # a method is pickled as its owner's attribute, which is this replacement by now
             function = earlier.__func__
             own = function is getattr(type(self.owner), self.method)
-            # TRL's forward has the name of another function and can't be pickled: the copy runs the class's
+            # TRL's forward has the name of another function and can't be pickled: the copy runs the class's forward
             state["earlier"] = None if own or not _is_importable(function) else _Function(function)
         return state
 

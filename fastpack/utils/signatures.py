@@ -13,7 +13,7 @@ from fastpack.utils.compile import cached_constant
 
 
 def accepted(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a class's forward takes, by name or in its ``**kwargs``."""
+    """Return the arguments that a class's forward takes, by name or in its ``**kwargs``."""
     names = _keywords(forward)
     return dict(arguments) if names is None else {name: arguments[name] for name in arguments if name in names}
 
