@@ -1,8 +1,8 @@
 """The library's main functions: ``patch``, ``unpatch``, ``patched`` and ``report``.
 
-A patch is planned and checked first; then forwards of one instance are swapped. No class, and nothing of torch or
-transformers, is changed, except that our attention is registered under its own name in transformers'
-``AttentionInterface``. The record of the patch is kept on the backbone itself, so that it follows the model through
+A patch is planned and checked first; then the forwards of one model instance are replaced. No class is changed, and
+torch and transformers are not changed either, with one exception: our attention is registered in transformers'
+``AttentionInterface`` under a name of its own. The record of the patch is kept on the backbone itself, so it survives
 ``copy.deepcopy``, pickling and PEFT.
 """
 
@@ -69,67 +69,69 @@ def patch(
         >>> print(fastpack.report(model))  # doctest: +SKIP
         >>> fastpack.unpatch(model)  # doctest: +SKIP
 
-    **Padded batches.** A batch ``[B, S]`` with an ``attention_mask`` of ones and zeros is padded: on the right, on the
-    left or on both sides. The backbone un-pads it, runs on the real tokens alone, and re-pads everything that it
-    returns. Padding holds zeros in the outputs. A classifier that would pool a padding token raises.
+    **Padded batches.** A padded batch has the shape ``[B, S]`` and an ``attention_mask`` of ones and zeros. Its padding
+    may be on the right, on the left or on both sides. The backbone un-pads the batch, runs on the real tokens alone,
+    and re-pads everything that it returns. The outputs are zero at padding. A classifier raises if it would pool a
+    padding token.
 
-    **Packed batches.** A packed batch is used as it is, and its sequences never see each other. The bounds of its
-    sequences come from:
+    **Packed batches.** A packed batch runs without changes, and its sequences never see each other. The bounds of its
+    sequences come from one of these inputs:
 
     - restarting ``position_ids``, for one row ``[1, T]`` or several rows ``[B, S]``;
     - the keywords of TRL and transformers, ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, for ``[1, T]``;
     - ``packed_seq_lens=[...]``, a list of lengths or a :class:`fastpack.PackedSeqLens`, for ``[1, T]``;
     - an integer ``attention_mask`` that numbers the sequences of each row, such as 1, 1, 2, 2, 0;
-    - a 4-D mask ``[B, 1, S, S]`` with one causal block a sequence, as LLaMA-Factory's ``neat_packing`` makes it.
+    - a 4-D mask ``[B, 1, S, S]`` with one causal block for each sequence, as LLaMA-Factory's ``neat_packing`` makes it.
 
-    Inputs that contradict each other raise :class:`fastpack.PackingError`, which names both. Positions that repeat, or
-    are not whole numbers, raise too. Positions that jump may begin a new sequence: pass ``packed_seq_lens`` with them
-    unless the batch has padding. Re-padded models and RoBERTa-likes count positions themselves. They refuse any
-    positions but 0, 1, 2, ...; RoBERTa-likes also take those that begin at the padding id + 1. Where rotary
-    frequencies depend on a sequence's length, a sequence whose positions continue those of the one before is refused.
-    Arguments that speak of rows (X-MOD's ``lang_ids``, XLM's ``lengths``) are refused.
+    Inputs that contradict each other raise :class:`fastpack.PackingError`, which names both. Positions also raise if
+    they repeat or are not whole numbers. A jump in the positions may mean a new sequence, so such a batch needs
+    ``packed_seq_lens`` too, unless it has padding. Re-padded models and models like RoBERTa count positions themselves.
+    They take only the positions 0, 1, 2, ... of each sequence; models like RoBERTa also take positions that begin at
+    the padding id + 1. If rotary frequencies depend on a sequence's length, the model refuses a sequence whose
+    positions continue above those of the sequence before it. Arguments about whole rows (X-MOD's ``lang_ids``, XLM's
+    ``lengths``) are refused.
 
     **Labels.** In a packed batch the first label of each sequence is ignored, on a copy, so that no last token is
-    trained on the first token of the next sequence. Heads whose loss does not shift labels keep all of them: decoders
-    of encoder-decoders, XLM, XLNet and CPM-Ant. In a padded batch the last token of a row learns the label of the slot
-    behind it, even where that slot is padding (an end token that also pads, for example). Padding itself predicts
-    nothing. A ``loss_function`` of your own gets the padded batch, with its first labels where every sequence begins a
-    row.
+    trained on the first token of the next sequence. Some heads have a loss that does not shift labels, and keep all
+    labels: decoders of encoder-decoders, XLM, XLNet and CPM-Ant. In a padded batch the last token of a row learns the
+    label of the next slot, even if that slot is padding (if the end token is also the padding token, for example).
+    Padding itself predicts nothing. Your own ``loss_function`` gets the padded batch. The first labels stay in it if
+    every sequence begins a row.
 
-    **num_items_in_batch.** The number that transformers' ``Trainer`` passes also counts first labels (in batches padded
-    on the left, too) and labels at padding. The model scales it to the labels that remain. That is exact where an
-    optimiser step is one micro-batch on one GPU; otherwise each micro-batch is corrected by its own share. For GPT-2
-    and the few other families whose loss fastpack does not know, the number counts the first label of every row, and
-    stays as it is. If the loss is divided outside of the model (by TRL's ``SFTTrainer``, by a ``Trainer`` with label
-    smoothing or a ``compute_loss_func``, or by your own loop with a number for the whole step), set first labels and
-    labels at padding to -100, or pad on the right.
+    **num_items_in_batch.** The number that transformers' ``Trainer`` passes also counts first labels (in packed
+    batches, and in batches padded on the left) and labels at padding. The model scales the number to the labels that
+    remain. This is exact if an optimiser step is one micro-batch on one GPU; otherwise each micro-batch is corrected by
+    its own share. For GPT-2 and the few other families whose loss ``Trainer`` does not know, the number counts the
+    first label of every row, and stays unchanged. If the loss is divided outside of the model (by TRL's ``SFTTrainer``,
+    by a ``Trainer`` with label smoothing or a ``compute_loss_func``, or by your own loop with a number for the whole
+    step), set first labels and labels at padding to -100, or pad on the right.
 
-    **Generation.** A patched model makes no cache by itself, whatever its config says. ``use_cache=True``, or a cache
-    that is passed, runs the stock forward. ``generate()`` passes one; a decoding loop of your own has to pass
-    ``use_cache=True``. A packed batch with a cache, or with ``output_attentions=True``, is refused, since both need the
-    stock forward.
+    **Generation.** A patched model makes no cache by itself, whatever its config says. With ``use_cache=True``, or with
+    a cache among its arguments, it runs the stock forward. ``generate()`` passes a cache; your own decoding loop has to
+    pass ``use_cache=True``. A packed batch with a cache, or with ``output_attentions=True``, is refused, since both
+    need the stock forward.
 
     **Hooks and hidden states.** Hooks on modules inside the model see one row of real tokens, ``[1, T, ...]``, not the
     rows of the batch. Initialise EVA adapters before the patch. Hidden states returned for a padded batch are copies,
-    through which the gradient of the loss does not flow.
+    and the gradient of the loss does not flow through them.
 
-    **Lengths.** The lengths are read from the batch once a step, for which the host waits for the device. To avoid that
-    (it matters for small models on fast GPUs), wrap the collator:
-    ``trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)``. Its lengths are then believed:
-    code that masks or permutes a batch after the collator has to remove ``packed_seq_lens``.
+    **Lengths.** The model reads the lengths from the batch once a step, and the host waits for the device meanwhile. To
+    avoid this wait (it matters for small models on fast GPUs), wrap the collator:
+    ``trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)``. The model then trusts the
+    collator's lengths, so code that masks or permutes a batch after the collator has to remove ``packed_seq_lens``.
 
     **Other libraries.** Patch first; then wrap the model in DDP, FSDP2 or ``torch.compile``. ``use_liger_kernel=True``
-    may stay: layers compute themselves what Liger's norms, gated MLPs and RoPE compute, whichever came first. Liger's
-    loss stays in force where the trainer uses it.
+    may stay, whether Liger or fastpack comes first: fastpack's layers compute what Liger's norms, gated MLPs and RoPE
+    compute. Liger's loss stays in force where the trainer uses it.
 
-    **Limits.** These are refused by name, at the patch or when the batch comes: context and sequence parallelism;
-    attention or mask functions that are not transformers' own; inputs of a multimodal model other than text; PEFT
-    methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and packed batches
-    where PEFT puts virtual tokens before each row. Prefix tuning runs the stock forward. The fast forwards are
-    differentiable once, by autograd alone: a penalty on gradients, and ``torch.func.grad``, raise. LLM.int8 (with a
-    threshold above 0) and VeLoRA compute over the whole batch in the stock model, too; the report calls them not
-    isolated. LongRoPE and dynamic NTK take the frequencies of each sequence's own length, where the stock padded model
-    takes those of the longest.
+    **Limits.** The following are refused with a message that names them, at the patch or at a batch: context and
+    sequence parallelism; attention or mask functions that are not transformers' own; inputs of a multimodal model other
+    than text; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and
+    packed batches where PEFT puts virtual tokens before each row. Prefix tuning runs the stock forward. The fast
+    forwards can be differentiated once, and only by autograd: a penalty on gradients raises, and so does
+    ``torch.func.grad``. LLM.int8 (with a threshold above 0) and VeLoRA compute over the whole batch in the stock model,
+    too; the report says that they are not isolated. With LongRoPE and dynamic NTK, each sequence gets the frequencies
+    of its own length; the stock model gives all sequences of a padded batch those of the longest one.
 
     **Undo.** :func:`unpatch` restores the model exactly. :func:`patched` does so at the end of a ``with`` block. The
     patch is kept on the model, and survives ``copy.deepcopy``, pickling and PEFT.
@@ -137,47 +139,50 @@ def patch(
     Args:
         target: A causal LM, or a sequence or token classifier, of a covered family (``fastpack families`` lists them);
             its bare backbone; one of these wrapped by PEFT or with 4-bit or 8-bit weights; or a trainer that holds one.
-            Of a trainer, both the policy and the reference model are patched.
-        attention: ``auto`` takes the first attention backend that can serve each call. A name asks for one backend:
-            ``flash_attn``, ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``, ``segments``
-            or ``reference``.
+            In a trainer, both the policy and the reference model are patched.
+        attention: For each call, ``auto`` takes the first attention backend that can serve it. A name selects one
+            backend: ``flash_attn``, ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``,
+            ``segments`` or ``reference``.
         kernels: The implementation of norms, RoPE, gated units, LoRA's casts and the fused loss. ``auto`` takes Triton
             kernels on a CUDA device and plain torch elsewhere; ``torch`` takes the definitions in plain torch;
-            ``triton`` takes kernels alone.
+            ``triton`` takes only Triton kernels.
         graphs: ``auto`` records the forward and backward of the whole decoder stack as CUDA graphs, once for each
-            bucket of batch sizes, and replays them. A batch that can't be replayed runs as before; the report counts
-            these batches and says why. For models that wait for kernel launches. Recordings share the memory of the
-            largest one, which lies beside the allocator's own: set
+            bucket of batch sizes, and replays them. A batch that can't be replayed runs without graphs; the report
+            counts these batches and says why. Graphs help models that wait for kernel launches. All recordings share
+            the memory of the largest one. The allocator can't use this memory for anything else, so set
             ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         loss: ``fused`` computes the loss of ``labels=`` in training (after ``model.train()``, also under ``no_grad``)
-            without holding the logits; ``out.logits`` is None there. If fastpack does not know the head, the stock loss
+            without holding the logits; ``out.logits`` is then None. If fastpack does not know the head, the stock loss
             runs, and the report says so. Evaluation returns logits as before. A trainer's own loss stays in force, with
-            one exception: if the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training. That
-            is the same mean with the same metrics, which are read from the device only when they are logged.
-            The trainer keeps another loss (``dft``, smoothed labels, the auxiliary loss of experts, or your own).
-        offload: Needs gradient checkpointing and a CUDA device; elsewhere it does nothing, and the report says why.
-            ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward,
-            copied beside the computation. Gradients stay the same. In half precision it saves (layers - 3) x T x hidden
-            size x 2 bytes of device memory, and takes as much host memory, each piece rounded up to a power of two.
-            ``activations`` also keeps gate and up of gated MLPs there, which then are not multiplied a second time. It
-            does so for as many layers as there is time for, by the rates of copies and matmuls, measured when the first
-            layer asks. The gate and up of the last two layers stay on the device, and those of one more layer are on
-            their way back: 3 x T x 2 x intermediate size x 2 bytes more than with ``checkpoints``. The report says for
-            how many layers they are computed again after all, and why.
-        share_prefixes: ``auto`` runs a beginning that several sequences of a batch have in common only once: a prompt
-            for its chosen and its rejected completion, for example, or one system prompt for many chats. It does so in
-            every batch in which that saves a twentieth of the tokens or more. Every sequence still attends to all of
-            its own tokens; results and gradients are the same. The report says how many tokens were saved. For models
-            in which attention alone mixes tokens, and not together with ``graphs``.
-            Nothing is shared while dropout or other noise is active (each copy has its own), with ``inputs_embeds``, or
-            under ``torch.compile``. Finding prefixes needs the token ids on the host. They come with the lengths where
-            those are read from the batch, and with the batch where its collator is fastpack's or wrapped by
-            :func:`fastpack.with_packed_seq_lens`; otherwise the model waits for the device once a batch.
+            one exception: if the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training. This
+            loss is the same mean with the same metrics, and the metrics are read from the device only when they are
+            logged. The trainer keeps another loss (``dft``, smoothed labels, the auxiliary loss of experts, or your
+            own).
+        offload: This needs gradient checkpointing and a CUDA device; without them it does nothing, and the report says
+            why. ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward. The
+            copies run in parallel with the computation. Gradients stay the same. In half precision it saves (layers -
+            3) x T x hidden size x 2 bytes of device memory, and takes as much host memory, each piece rounded up to a
+            power of two. ``activations`` also keeps the gate and up results of gated MLPs there, so that the backward
+            need not compute them again. It does so for as many layers as the copies have time for. It estimates this
+            number from the rates of copies and matmuls, which it measures at the first layer. The results of the last
+            two layers stay on the device, and those of one more layer are being copied back. This takes 3 x T x 2 x
+            intermediate size x 2 bytes more device memory than ``checkpoints``. The report says for how many layers
+            these results are computed again after all, and why.
+        share_prefixes: If several sequences of a batch begin alike, ``auto`` computes their common beginning only once:
+            the prompt of a chosen and a rejected completion, for example, or the system prompt of many chats. It does
+            so in every batch in which this saves a twentieth of the tokens or more. Every sequence still attends to all
+            of its own tokens; results and gradients are the same. The report says how many tokens were saved. This
+            works only for models in which attention alone mixes tokens, and not together with ``graphs``. Nothing is
+            shared while dropout or other noise is active (each copy has its own), with ``inputs_embeds``, or under
+            ``torch.compile``. Finding prefixes needs the token ids on the host. If the model reads the lengths from the
+            batch, the ids come in the same copy. If the collator is fastpack's, or wrapped by
+            :func:`fastpack.with_packed_seq_lens`, it has already found the prefixes. Otherwise the host waits for the
+            device once a batch.
         strict: Raise unless every layer is on the fast tier.
-        verify: Run :func:`fastpack.verify` on the patched model, and unpatch it again if that fails.
-        max_tokens: For trainers of transformers and TRL: fill micro-batches with at most so many tokens, instead of
-            with a number of examples, and make losses means over the whole optimiser step. A
-            :class:`fastpack.TokenBudget` says more.
+        verify: Run :func:`fastpack.verify` on the patched model, and unpatch the model again if this check fails.
+        max_tokens: For trainers of transformers and TRL: fill each micro-batch with at most this number of tokens,
+            instead of a fixed number of examples, and make the loss a mean over the whole optimiser step. A
+            :class:`fastpack.TokenBudget` has further settings.
 
     Returns:
         The target itself. A second call with the same options does nothing; with other options it patches anew.
@@ -185,23 +190,23 @@ def patch(
     Raises:
         UnsupportedModelError: The model is an encoder, an encoder-decoder or a vision-language model, or its family is
             not covered.
-        BackendUnavailableError: The backend asked for by name can't serve this model here.
+        BackendUnavailableError: The backend requested by name can't serve this model here.
         KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
         PatchError: A package that the target builds on is older than fastpack needs; the model is already wrapped by
             FSDP, DataParallel or ``torch.compile``; the trainer will build another model (``model_init``); ``strict``
             is not met; an option has a value that it does not take; prefixes can't be shared exactly in this model; or
             ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
-        PackingError: With ``max_tokens``, an example is longer than that, or the data set's lengths can't be known.
-            Nothing has been changed.
+        PackingError: With ``max_tokens``, an example is longer than this limit, or the data set's lengths can't be
+            known. Nothing has been changed.
         ContaminationError: With ``verify``, the patched model was not exact. It is unpatched again.
         InconclusiveError: With ``verify``, rounding in the model's dtypes would hide a leak. It is unpatched again.
 
     Warns:
         NoFasterWarning: The whole model runs on padded rows (the re-padded model tier).
-        UntriedVersionWarning: A package that the target builds on is newer than what fastpack was tried with; or a
-            class that mixes tokens in its stock forward has a source that was not tried.
-        FastpackWarning: A class of the family computes something else than the one that fastpack was proved on, as a
-            tiny twin of it showed. The class keeps its own forward.
+        UntriedVersionWarning: A package that the target builds on is newer than those that fastpack was tried with; or
+            a class mixes tokens in its stock forward, and its source was not tried.
+        FastpackWarning: A test with a tiny twin showed that a class of the family computes something other than the
+            class on which fastpack was proved. The class keeps its own forward.
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
@@ -227,8 +232,9 @@ def _refuse_model_init(target: Any, options: PatchOptions) -> None:
     """Raise if a trainer will build a new model in ``train()``, which would not be patched."""
     if getattr(target, "model_init", None) is not None and options_of(target.model) != options:
         raise PatchError(
-            f"this {type(target).__name__} calls its model_init for a new model whenever train() begins, and a patch "
-            "of the present one is lost then. Patch inside: model_init=lambda: fastpack.patch(...), with these options."
+            f"this {type(target).__name__} calls its model_init for a new model whenever train() begins, and then a "
+            "patch of the present model is lost. Patch the new model inside model_init, with these options: "
+            "model_init=lambda: fastpack.patch(...)."
         )
 
 
@@ -243,8 +249,8 @@ def _refuse_spread_sequences(target: object) -> None:
 def unpatch(target: T) -> T:
     """Restore every forward and config of a patched model or trainer exactly.
 
-    A target that is not patched stays as it is. If other code has wrapped a forward of fastpack's since the patch, that
-    forward stays inside the wrapper, disabled: it calls the stock forward.
+    A target that is not patched is not changed. If other code has wrapped a forward of fastpack's since the patch, that
+    forward stays inside the wrapper, but it is disabled: it calls the stock forward.
 
     Example:
         >>> fastpack.unpatch(model)  # doctest: +SKIP
@@ -265,8 +271,8 @@ def unpatch(target: T) -> T:
 def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
     """Patch a model or trainer inside a ``with`` block only.
 
-    On exit, also after an exception, the state before the block is restored: stock, or an earlier patch with its own
-    options.
+    On exit, also after an exception, the state before the block is restored: the stock model, or an earlier patch with
+    its own options.
 
     Example:
         >>> with fastpack.patched(model, attention="segments"):  # doctest: +SKIP
@@ -295,7 +301,7 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
 def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
     """Return a function that sets a trainer's fused loss and token budget, or removes the ones that it has.
 
-    Nothing is changed before it is called. The budget is set over the loss.
+    Nothing is changed before that function is called. It sets the loss first, since the budget wraps the loss.
     """
     budgeted = max_tokens is not None or trainer_record(target, BUDGET) is not None
     fused = not isinstance(target, nn.Module) and (loss is not None or trainer_record(target, FUSED_LOSS) is not None)
@@ -319,8 +325,8 @@ def report(target: object) -> PatchReport:
     """Return a report of what a patch has changed.
 
     The report names the tier of every layer, the forwards that were swapped, the attention backend that serves, and
-    what was left alone and why. Print it, or call its ``to_dict()``. It shows the model as it is now: adapters, hooks
-    and devices may have changed since the patch.
+    what was not changed and why. Print it, or call its ``to_dict()``. It describes the present state of the model:
+    adapters, hooks and devices may have changed since the patch.
 
     Example:
         >>> report = fastpack.report(model)  # doctest: +SKIP
@@ -329,7 +335,7 @@ def report(target: object) -> PatchReport:
         ('fast', 'triton_packed')
 
     Args:
-        target: A model, or a trainer, whose trained model is then reported.
+        target: A model or a trainer. For a trainer, the report is about the model that it trains.
     """
     padding = None if isinstance(target, nn.Module) else note_on_padding(target)
     return inspect_patch(target, *(() if padding is None else (padding,)))

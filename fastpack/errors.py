@@ -1,25 +1,25 @@
 """The errors and warnings of fastpack.
 
 :class:`fastpack.ContaminationError` and :class:`fastpack.InconclusiveError` hold a :class:`fastpack.Verification`, and
-are defined beside it.
+are defined in its module.
 
 ::
 
     FastpackError                   anything fastpack itself raises
     ├── PackingError (ValueError)   a batch whose lengths, masks or positions contradict each other
     ├── UnsupportedModelError       a model that no tier covers (TypeError)
-    ├── ReferenceCacheError (ValueError)    a cache of another reference model, or a damaged one
+    ├── ReferenceCacheError (ValueError)    a cache of another reference model, or a damaged cache
     │   └── MissingReferenceError (LookupError)    examples that a cache does not have
     ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
     ├── InconclusiveError           a patched model whose rounding would hide a leak in its dtypes
-    ├── BackendUnavailableError     an attention backend asked for by name that can't serve (RuntimeError)
-    ├── KernelUnavailableError (ValueError)     Triton kernels asked for by name that can't run there
+    ├── BackendUnavailableError     an attention backend, requested by name, that can't serve (RuntimeError)
+    ├── KernelUnavailableError (ValueError)     Triton kernels, requested by name, that can't run here
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
-    ├── NoFasterWarning             a patched model that is exact, and no faster than padded
-    └── UntriedVersionWarning       packages, or their classes, newer than what fastpack was tried with
+    ├── NoFasterWarning             a patched model that is exact, but no faster than with padding
+    └── UntriedVersionWarning       packages, or their classes, newer than those that fastpack was tried with
 
-Each message says what came, what is allowed, and how to mend it.
+Each message says what fastpack got, what is allowed, and how to mend the problem.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class ReferenceCacheError(FastpackError, ValueError):
 
 
 class MissingReferenceError(ReferenceCacheError, LookupError):
-    """Examples without reference log-probabilities, when the reference model is no longer there to compute them."""
+    """Examples have no reference log-probabilities, and the reference model is no longer there to compute them."""
 
 
 class BackendUnavailableError(FastpackError, RuntimeError):
-    """No attention backend can serve this model on this machine, or the one asked for can't."""
+    """No attention backend can serve this model on this machine, or the backend requested by name can't."""
 
 
 class KernelUnavailableError(FastpackError, ValueError):
-    """Triton kernels were asked for by name, and can't run on this machine or on the tensors' device."""
+    """Triton kernels were requested by name, but can't run on this machine or on the tensors' device."""
 
 
 class PatchError(FastpackError, RuntimeError):
-    """This object can't be patched (or un-patched) as it stands."""
+    """This object can't be patched or unpatched in its present state."""
 
 
 class FastpackWarning(UserWarning):
@@ -62,8 +62,8 @@ class FastpackWarning(UserWarning):
 
 
 class NoFasterWarning(FastpackWarning):
-    """The whole model runs on padded rows: results are exact, and nothing gets faster."""
+    """The whole model runs on padded rows: results are exact, but nothing gets faster."""
 
 
 class UntriedVersionWarning(FastpackWarning):
-    """A package that fastpack builds on, or one of its classes, is newer than what was tried, or of unknown version."""
+    """A package that fastpack builds on, or one of its classes, is newer than the tried ones or of unknown version."""

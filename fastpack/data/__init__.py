@@ -1,7 +1,7 @@
-"""Making batches for a patched model.
+"""Tools that make batches for a patched model.
 
-``packed_collators`` has collators for loops of one's own, ``token_budget`` plans batches of as many tokens as fit and
-``sampler`` hands them out; what imports fastpack alone does not pay for importing them.
+``packed_collators`` has collators for your own training loop. ``token_budget`` plans batches that fill a budget of
+tokens, and ``sampler`` yields these batches. They are imported only when they are used.
 """
 
 from fastpack.data.collators import with_packed_seq_lens

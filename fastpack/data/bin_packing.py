@@ -1,16 +1,18 @@
 """The three steps of :func:`fastpack.data.token_budget.plan_batches`: fill batches, divide them, deal them to ranks.
 
 1. **Fill** (:func:`fill_batches`). The examples are shuffled. The first ``look_ahead`` of them wait in a pool, sorted
-   by length. A batch takes, in this order: the example that waits longest; the longest that fits, as long as it has
-   more than a quarter of the budget (long examples are hard to place); those that wait longest, as long as they fit;
-   the longest that fits the gap, until none does. Then the pool is refilled from the shuffled order. This is best fit
-   decreasing: D. S. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", SIAM
-   J. Comput. 3 (1974); for sequences M. Krell et al., arXiv:2107.02027. Those sort all examples, so the first batches
-   get the long ones and the last batches the short ones. Here most of a batch follows a random order, and only the gap
-   is filled by length. No example waits longer than ``look_ahead`` batches. O(n log look_ahead) comparisons.
-2. **Divide** (:func:`divide_batches`). Ranks need equally many batches, none of them empty. The batch with the highest
-   cost is halved until the number of batches divides by the ranks and is as large as requested: longest processing time
-   first (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969).
+   by length. A batch takes, in this order: the example that waits longest; the longest examples that fit and have more
+   than a quarter of the budget (long examples are hard to place); the examples that wait longest, as long as they fit;
+   and the longest examples that fit the gap, until none does. Then the pool is refilled from the shuffled order. This
+   is best fit decreasing: D. S. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing
+   algorithms", SIAM J. Comput. 3 (1974); for sequences M. Krell et al., arXiv:2107.02027. Those methods sort all
+   examples, so the first batches get the long ones and the last batches the short ones. Here most of a batch follows a
+   random order, and only the gap is filled by length. No example waits longer than ``look_ahead`` batches. For n
+   examples this takes O(n log look_ahead) comparisons.
+2. **Divide** (:func:`divide_batches`). All ranks need the same number of batches, and no batch may be empty. The batch
+   with the highest cost is halved until the number of batches divides by the ranks and is as large as requested:
+   longest processing time first (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17,
+   1969).
 3. **Deal** (:func:`deal_batches`). Ranks wait for each other, so the batches of one step should cost the same:
    ``a * sum(l) + b * sum(l ** 2)``. Batches are sorted by cost and cut into runs of ``ranks``, one run a step. This
    makes the sum over steps of the highest cost minimal (a swap between two steps can only raise it). The runs are
@@ -68,11 +70,11 @@ class _Pool:
         """Set up with an order of examples, none of which is taken."""
         self.order = order
         self.look_ahead = look_ahead
-        # one int an example, which sorts by length and holds the position in the order
+        # one int for each example, which sorts by length and holds the position in the order
         self.keys = [lengths[i] << _POSITION_BITS | position for position, i in enumerate(order)]
         self.taken = bytearray(len(order))
         self.waiting = self.added = self.oldest = 0
-        self.by_length: list[int] = []  # keys, some of examples already taken, which are dropped when met
+        self.by_length: list[int] = []  # keys; those of taken examples are dropped when met
 
     def refill(self) -> bool:
         """Add examples once half of the pool is gone, and return whether any example is left.
@@ -164,7 +166,7 @@ def _halve(job: Job, batches: list[Batch], extra: int) -> list[Batch]:
     """Make ``extra`` more batches by halving the most expensive ones."""
     heap = [(-job.total(batch), at, batch) for at, batch in enumerate(batches)]
     heapq.heapify(heap)
-    numbers = count(len(batches))  # of batches of equal cost the older one comes first
+    numbers = count(len(batches))  # the older of two batches of equal cost comes first
     indivisible: list[Batch] = []
     while extra:
         _, _, batch = heapq.heappop(heap)
@@ -189,7 +191,7 @@ def _halves(job: Job, batch: Batch) -> list[Batch]:
 
 
 def sums(job: Job, batches: list[Batch]) -> tuple[list[int], list[float]]:
-    """Return the tokens and the cost of each batch, from sums of ints: the cost is the same on every machine."""
+    """Return the tokens and the cost of each batch, from sums of ints: so they are the same on every machine."""
     lengths = torch.tensor(job.lengths)[torch.tensor(list(chain.from_iterable(batches)))]
     ends = torch.tensor([len(batch) for batch in batches]).cumsum(0) - 1
     zero = torch.zeros(1, dtype=torch.long)

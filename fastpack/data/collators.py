@@ -28,7 +28,7 @@ class _WithPackedSeqLens:
             raise PackingError(
                 f"the collator made a {type(batch).__name__}; with_packed_seq_lens needs a dict of tensors with "
                 "input_ids or inputs_embeds. Don't wrap the collator of GRPO and RLOO: generation makes their batches "
-                "after it."
+                "after the collator has run."
             )
         if "KL_input_ids" in batch:  # KTO passes unknown keys to the forward of its KL sequences too
             return batch
@@ -58,12 +58,13 @@ class _WithPackedSeqLens:
 def with_packed_seq_lens(collator: Collator) -> Collator:
     """Wrap a collator so that its batches also carry their packing, read and checked on the host.
 
-    A patched model reads the lengths from the batch once a step, for which the host waits for the device. With this
-    collator it never waits, neither for lengths nor for the prefixes that sequences share (``share_prefixes=``). It
-    takes padded and packed batches of TRL's, transformers' or your own collator, and changes nothing else in them.
+    A patched model reads the lengths from the batch once a step, and the host waits for the device meanwhile. With the
+    wrapped collator it never waits, neither for lengths nor for the prefixes that sequences share
+    (``share_prefixes=``). The wrapper takes padded and packed batches of TRL's, transformers' or your own collator, and
+    changes nothing else in them.
 
-    The model believes ``packed_seq_lens``. Code that masks or permutes a batch after the collator has to remove it. KTO
-    batches with mismatched completions, for its KL, are left as they are: they hold two packings, and the model reads
+    The model trusts ``packed_seq_lens``, so code that masks or permutes a batch after the collator has to remove it.
+    KTO batches with mismatched completions (for KTO's KL) stay unchanged: they hold two packings, and the model reads
     both itself.
 
     Args:

@@ -21,7 +21,7 @@ SIDES: tuple[Sides, ...] = (
     (("input_ids",),),
     LENGTH,
 )
-"""The sequences of an example, each with its columns. The first entry whose columns the data set has is read.
+"""The sequences of an example, each with its columns. The first entry whose columns are all in the data set is read.
 
 Ids come before ``length``, which may count words, characters or another tokenizer's tokens.
 """
@@ -29,21 +29,21 @@ _ROWS = 1000
 
 
 def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
-    """Return the tokens of each example, from which :func:`plan_batches` and :class:`TokenBudgetSampler` plan.
+    """Return the number of tokens of each example, for :func:`plan_batches` and :class:`TokenBudgetSampler`.
 
     All ids are counted, padding included. A pair counts both sides: ``2 * prompt + chosen + rejected``, or ``chosen +
-    rejected`` if the sides contain their prompt. A KTO example also counts the mismatched completion of its KL. Without
-    ids a ``length`` column is believed, as transformers does; it has to count all tokens that the collator makes of an
-    example, both sides of a pair included.
+    rejected`` if the sides contain their prompt. A KTO example also counts the mismatched completion of its KL. If
+    there are no ids, a ``length`` column is used, as in transformers. It has to count all tokens that the collator
+    makes of an example, both sides of a pair included.
 
     Args:
-        dataset: a ``datasets.Dataset`` (which is not decoded), a dict of columns, or anything with ``len()`` whose
-            examples are dicts (each is read once, which may take a while).
+        dataset: a ``datasets.Dataset`` (which is not decoded), a dict of columns, or any object with ``len()`` that can
+            be indexed and whose examples are dicts (each is read once, which may take a while).
         max_length: the number of tokens to which the collator cuts a sequence, if it does. It does not apply to a
             ``length`` column.
 
     Returns:
-        One int an example.
+        One int for each example.
 
     Raises:
         PackingError: the data set is a stream or empty, has none of the columns, or an example has no value in one.
@@ -68,14 +68,14 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
         if not isinstance(first, Mapping):
             raise PackingError(
                 f"the examples of this {type(dataset).__name__} are {type(first).__name__}, not dicts. Pass their "
-                "lengths yourself, one int an example."
+                "lengths yourself, one int for each example."
             )
         names, read = list(first), None
     sides = next((sides for sides in SIDES if set(chain.from_iterable(sides)) <= set(names)), None)
     if sides is None:
         allowed = "; ".join(" + ".join(columns_of(sides)) for sides in SIDES)
         raise PackingError(
-            f"this {type(dataset).__name__} has {', '.join(map(str, names)) or 'no columns'}, none of which tells the "
+            f"this {type(dataset).__name__} has {', '.join(map(str, names)) or 'no columns'}, none of which counts the "
             f"tokens of an example. It needs one of these: {allowed}. Tokenize it first, or add a length column."
         )
     columns = columns_of(sides)
@@ -85,7 +85,7 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
         counts = _count_by_row(dataset, columns)
     if len({len(column) for column in counts.values()}) != 1:
         sizes = ", ".join(f"{name} has {len(column)}" for name, column in counts.items())
-        raise PackingError(f"columns differ in size: {sizes} examples. Pass columns of one size.")
+        raise PackingError(f"columns differ in size: {sizes} examples. Pass columns of the same size.")
     cut = None if sides is LENGTH else max_length
     totals = [0] * len(counts[columns[0]])
     for side in sides:
@@ -96,12 +96,12 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
 
 
 def columns_of(sides: Sides) -> list[str]:
-    """Return each column of the sequences once."""
+    """Return each column of the sequences, without repeats."""
     return list(dict.fromkeys(chain.from_iterable(sides)))
 
 
 def _arrow_column(dataset: Any, name: str) -> Iterator[Any]:
-    """Yield the entries of one column as Arrow's: a list's length is known without reading its items."""
+    """Yield the entries of one column as Arrow values: a list's length is known without reading its items."""
     for table in dataset.select_columns([name]).with_format("arrow").iter(_ROWS):
         column = table[name]
         yield from column.to_pylist() if name == "length" else column
@@ -123,6 +123,6 @@ def _count(name: str, column: Iterable[Any], start: int = 0) -> Iterator[int]:
             yield index(value) if name == "length" else len(value)
         except TypeError as error:
             raise PackingError(
-                f"example {at} has no {name} that can be counted: {value!r:.60}. Each needs "
+                f"example {at} has no {name} that can be counted: {value!r:.60}. Each example needs "
                 f"{'a whole number' if name == 'length' else 'a list of token ids'}."
             ) from error

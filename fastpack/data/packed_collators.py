@@ -1,11 +1,11 @@
 """Collators for your own training loop: they join examples in one row ``[1, T]`` and pass on their lengths.
 
-A batch of theirs goes into a patched model as it is::
+Pass their batches to a patched model without changes::
 
     batch = PackedSFTCollator()(examples)
     loss = model(**batch).loss
 
-For pairs see :mod:`fastpack.trainers.preference_losses`. Nothing is cut: an example that does not fit raises.
+For pairs see :mod:`fastpack.trainers.preference_losses`. Nothing is cut: an example that is not valid raises.
 
 Shape suffixes: T tokens, N sequences, P pairs.
 """
@@ -72,7 +72,7 @@ class PackedSFTCollator:
     Raises:
         PackingError: when called without examples, or with an example that has no token, whose columns differ in length
             or are not whole numbers in one dimension, whose ``completion_mask`` is all zeros, or whose
-            ``attention_mask`` has a hole. The message has its number in the batch.
+            ``attention_mask`` has a hole. The message has the number of the example in the batch.
 
     Example:
         >>> batch = PackedSFTCollator()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
@@ -91,12 +91,12 @@ class PackedPreferenceCollator:
 
     Each sequence begins with its prompt. An example is a mapping with TRL's columns as lists, arrays or 1-D tensors:
 
-    - ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, or under their older names ``prompt_input_ids`` and so on. The
+    - ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, or their older names ``prompt_input_ids`` and so on. The
       completions don't contain the prompt;
     - ``prompt_attention_mask`` and so on (optional): padding is dropped before the parts are joined;
     - ``ref_chosen_logps`` and ``ref_rejected_logps`` (optional): the reference model's log-probabilities.
 
-    The batch is that of :class:`PackedSFTCollator` with 2 P sequences. Only completions have labels.
+    The batch has the entries of :class:`PackedSFTCollator`, with 2 P sequences. Only completions have labels.
     ``ref_chosen_logps`` and ``ref_rejected_logps`` are float64 ``[P]`` if the examples have them (see
     :mod:`fastpack.trainers.preference_losses`).
 
@@ -171,7 +171,7 @@ def _part(example: Example, kind: str, name: str) -> Tensor:
 
 
 def _real(example: Example, column: str, ids: Tensor, name: str) -> slice:
-    """Return the range of the ones of a mask."""
+    """Return the range of slots in which a mask is 1."""
     if example.get(column) is None:
         return slice(None)
     mask = _column(example, column, name)
@@ -189,7 +189,7 @@ def _real(example: Example, column: str, ids: Tensor, name: str) -> slice:
 def _check_length(column: Tensor, ids: Tensor, what: str, name: str) -> None:
     if len(column) != len(ids):
         raise PackingError(
-            f"{name} of the batch has {len(column)} entries in {what} and {len(ids)} ids. Pass one for each token."
+            f"{name} of the batch has {len(column)} entries in {what} and {len(ids)} ids. Pass one entry for each id."
         )
 
 

@@ -22,16 +22,16 @@ from fastpack.data.token_budget import (
 from fastpack.errors import PackingError
 
 EVEN_EPOCHS = 64
-"""The largest number of epochs that :meth:`TokenBudgetSampler.even_out` plans; later epochs repeat these."""
+"""The largest number of epochs that :meth:`TokenBudgetSampler.even_out` plans; later epochs repeat these epochs."""
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
-    """A batch sampler whose micro-batches hold whole examples of at most ``max_tokens`` tokens together.
+    """A batch sampler whose micro-batches hold whole examples, at most ``max_tokens`` tokens in all.
 
     :func:`plan_batches` decides which examples share a batch, and how ranks share batches. The sampler yields the
     batches of its own rank only, so nothing may divide them among ranks again.
 
-    ``len()`` is the number of micro-batches of this rank in the epoch, and the same on every rank. It may differ by a
+    ``len()`` is the number of micro-batches of this rank in the epoch; it is the same on every rank. It may differ by a
     few from epoch to epoch until :meth:`even_out` is called. The same lengths, settings and epoch give the same
     batches. To resume in mid-epoch, skip the batches that were trained on (``itertools.islice``, or accelerate's
     ``skip_first_batches``).
@@ -85,7 +85,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.too_long = too_long
         self.cost = cost
         self.fingerprint = digest(self.lengths)
-        if grouped:  # before planning, which may raise on one rank while the others would wait for it
+        if grouped:  # before planning: that may raise on one rank while the others would wait for this rank
             self._compare(self._settings())
         self._epoch = 0
         self._micro_batches, self._evened = 1, False
@@ -123,10 +123,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
             self._epoch = epoch
 
     def even_out(self, epochs: int) -> None:
-        """Give all epochs of a run as many micro-batches as the one that needs most, as trainers expect.
+        """Give all epochs of a run the same number of micro-batches, as trainers expect.
 
-        At most the first :data:`EVEN_EPOCHS` epochs are planned for this, so that long runs need not wait. Later epochs
-        repeat their orders. Call it before the first epoch begins. A single epoch does not change.
+        The number is that of the epoch that needs most. At most the first :data:`EVEN_EPOCHS` epochs are planned for
+        this, so that long runs need not wait. Later epochs repeat their orders. Call it before the first epoch begins.
+        A single epoch does not change.
 
         Args:
             epochs: the number of epochs of the run.

@@ -1,6 +1,6 @@
-"""Token budgets: which examples share a micro-batch, planned from their lengths alone.
+"""Token budgets: plan which examples share a micro-batch, from their lengths alone.
 
-:mod:`fastpack.data.bin_packing` says how, and why the order stays random.
+:mod:`fastpack.data.bin_packing` describes the method, and why the order stays random.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fastpack.errors import PackingError
 
 LOOK_AHEAD = 2048
 COST = (1.0, 1 / (12 * 4096))
-"""The ratio of FLOPs in a decoder layer of hidden size H = 4,096: 24 H**2 a token in matmuls (12 H**2 weights), and
-2 H l**2 in causal attention over l tokens (two matmuls of l x l, of which half is computed)."""
+"""The ratio of FLOPs in a decoder layer of hidden size H = 4,096: 24 H**2 for each token in matmuls (12 H**2 weights),
+and 2 H l**2 in causal attention over l tokens (two matmuls of l x l, of which half is computed)."""
 
 TooLong = Literal["error", "truncate"]
 TOO_LONG: tuple[str, ...] = get_args(TooLong)
@@ -36,12 +36,13 @@ class BatchPlan:
     """The micro-batches of one epoch, for every rank. Plans compare with ``==``.
 
     Attributes:
-        batches: ``batches[rank][micro_batch]`` are the indices of at least one example. Each rank has equally many
-            micro-batches.
+        batches: ``batches[rank][micro_batch]`` are the indices of at least one example. All ranks have the same number
+            of micro-batches.
         tokens: ``tokens[rank][micro_batch]``, at most ``max_tokens``.
-        costs: ``costs[rank][micro_batch]``, in units of ``a * tokens``.
+        costs: ``costs[rank][micro_batch]``, the sum of ``a * l + b * l ** 2`` over the examples of ``l`` tokens.
         max_tokens: the budget.
-        truncated: the indices of longer examples, which count as ``max_tokens``: the collator has to cut them.
+        truncated: the indices of examples over the budget. They count as ``max_tokens``, and the collator has to cut
+            them.
     """
 
     batches: PerRank[tuple[int, ...]]
@@ -57,7 +58,7 @@ class BatchPlan:
 
     @property
     def fill(self) -> float:
-        """The share of all budgets that tokens fill, from 0 to 1."""
+        """The share of all micro-batches' budgets that is filled with tokens, from 0 to 1."""
         return sum(chain.from_iterable(self.tokens)) / (self.max_tokens * self.micro_batches * len(self.batches))
 
 
@@ -73,7 +74,7 @@ def plan_batches(
     cost: tuple[float, float] = COST,
     micro_batches: int = 1,
 ) -> BatchPlan:
-    """Plan an epoch: every example once, in micro-batches of at most ``max_tokens``, equally many for every rank.
+    """Plan an epoch: every example once, in micro-batches of at most ``max_tokens``, the same number for every rank.
 
     The same arguments give the same plan, with the same releases of fastpack and torch. A million lengths of
     instruction data take two seconds in batches of 4,096 tokens, and up to nine if each example fills a batch.
@@ -90,11 +91,13 @@ def plan_batches(
             ``max_tokens`` and list them in :attr:`BatchPlan.truncated`; the collator then cuts them.
         cost: ``(a, b)`` of ``a * l + b * l ** 2``, the cost of an example of ``l`` tokens. A pair counts as one
             sequence of both sides' tokens.
-        micro_batches: the least number for each rank; the most expensive batches are halved until it is reached.
+        micro_batches: the least number of micro-batches for each rank; the most expensive ones are halved until it is
+            reached.
 
     Raises:
-        PackingError: an argument is not allowed; an example is over the budget; there are fewer examples than ranks; or
-            hardly two examples fit a batch, and their number does not divide by the ranks.
+        PackingError: an argument has a value that is not allowed; an example is over the budget; or there are fewer
+            examples than ranks, or than batches (if most batches hold one example, and the number of batches has to be
+            rounded up to divide by the ranks).
 
     Example:
         >>> plan = plan_batches([5, 3, 2, 4], 7, seed=0, epoch=0)
@@ -139,22 +142,22 @@ def read_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     """Return the lengths as a new list of Python ints.
 
     Raises:
-        PackingError: there is none, one is below 1, or one is not a whole number.
+        PackingError: there is no length, a length is below 1, or one is not a whole number.
     """
     numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     try:
         values = [index(length) for length in numbers]
     except TypeError as error:
         raise PackingError(
-            f"lengths is a {type(lengths).__name__} with items that are not whole numbers ({error}). Pass one int an "
-            "example, or a 1-D tensor of them."
+            f"lengths is a {type(lengths).__name__} with items that are not whole numbers ({error}). Pass one int for "
+            "each example, or a 1-D tensor of them."
         ) from error
     if not values:
         raise PackingError("there are no lengths: the data set is empty. Pass at least one example.")
     if min(values) < 1:
         at = next(i for i, length in enumerate(values) if length < 1)
         raise PackingError(
-            f"example {at} has a length of {values[at]}; each needs at least 1 token. Filter such examples out."
+            f"example {at} has a length of {values[at]}; an example needs at least 1 token. Filter such examples out."
         )
     return values
 
@@ -183,7 +186,7 @@ def check_settings(
 
 
 def digest(numbers: Iterable[int]) -> str:
-    """Return the SHA-256 of ints as 64 bits each, in hexadecimal."""
+    """Return the SHA-256 hash of ints, taken as 64 bits each, in hexadecimal."""
     return hashlib.sha256(array("q", numbers).tobytes()).hexdigest()
 
 

@@ -1,1 +1,1 @@
-"""The families of models: a declarative row for each, and the hashes of the proved sources of their classes."""
+"""The families of models: a row of facts for each, and the hashes of the proved sources of their classes."""

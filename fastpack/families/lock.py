@@ -1,10 +1,11 @@
 """The lock file: the proved sources of upstream's classes, and the releases of transformers that have them.
 
-``fastpack families --from RUN.json --lock`` writes ``proved.json``: a class's name, the hashes of its sources, and the
-releases that have each. A class is proved with the spec that its family's row gives it; a spec of ``earlier`` releases
-has its own entry. Classes without a spec are those that mix tokens in their stock forward. A mixer whose forward runs
-packed over kernels has a second entry, ``(packed)``. No run shows that such a forward mixes tokens nowhere else, so a
-new hash is entered by hand, after its source was read and ``tests/layers/mixers/test_packed_mixer.py`` passes.
+``fastpack families --from RUN.json --lock`` writes ``proved.json``: for each class its name, the hashes of its sources,
+and the releases that have each hash. A class is proved with the spec that its family's row gives it; a spec of
+``earlier`` releases has its own entry. The file also has classes without a spec, which mix tokens in their stock
+forward. A mixer has a second entry, ``(packed)``, if kernels run its forward on packed tokens. No run shows that such a
+forward mixes tokens in the kernels alone, so a new hash is entered by hand, after its source was read and
+``tests/layers/mixers/test_packed_mixer.py`` passes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastpack.families.spec import Family, Spec
 LOCK = Path(__file__).with_name("proved.json")
 
 Proved = dict[str, dict[str, list[str]]]
-"""The releases of each hash of each class, by the class's name."""
+"""For each class's name: the releases that have each hash."""
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def hash_of(cls: Any, family: Family) -> str:
 
 
 def with_release(before: Proved, sources: Mapping[str, str], release: str) -> Proved:
-    """Return the entries with the hashes of ``sources``, by class name, added as proved in a release."""
+    """Return the entries, with the hashes in ``sources`` (by class name) added as proved in this release."""
     after = {name: dict(by) for name, by in before.items()}
     for name, source in sources.items():
         others = {h: [r for r in releases if r != release] for h, releases in after.get(name, {}).items()}

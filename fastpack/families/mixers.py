@@ -1,9 +1,9 @@
-"""Families with modules that mix tokens across boundaries: these run on one row a sequence, and the rest runs packed.
+"""Families with modules that mix tokens across boundaries: these run on one row for each sequence, others run packed.
 
 Such a module is listed here if its result for a token depends only on the tokens before it, and not on the row's
-length. These are recurrences, state spaces, linear attention and convolutions; attention that does not use
-transformers' interface, has a window, chunks or ALiBi only in its mask, or picks its keys; and embeddings that count
-positions.
+length. The listed modules are recurrences, state spaces, linear attention and convolutions; attention that does not use
+transformers' interface, that has a window, chunks or ALiBi only in its mask, or that picks its keys; and embeddings
+that count positions.
 """
 
 from dataclasses import replace
@@ -77,7 +77,7 @@ def _old_bert(model_type: str, name: str, package: str = "") -> Family:
         package=package,
         mixers={f"{name}SelfAttention": _MASKED},
         causal_if_decoder=True,
-        since=((5, 23), "attends in both directions, also where its config says is_decoder"),
+        since=((5, 23), "attends in both directions, even if its config has is_decoder=True"),
     )
 
 
@@ -261,7 +261,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "GlmMoeDsaModel",
         mixers={"GlmMoeDsaAttention": MixerSpec("added", carried="prev_topk_indices")},
         fast=named("GlmMoeDsa", **LLAMA_PARTS),
-        since=((5, 11), "attends to later tokens where no mask comes"),
+        since=((5, 11), "attends to later tokens if it gets no mask"),
     ),
     Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": MixerSpec("added", carried="prev_topk_indices")}),
     Family(

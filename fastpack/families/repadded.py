@@ -1,8 +1,8 @@
 """Families of the last tier: the stock model on rows of equal length, which is exact and no faster.
 
 Their modules mix tokens in a way that depends on the row's length (LSH and block-sparse attention, permutations),
-attend in both directions, or mix tokens outside of any module that could be wrapped. Others are parts of a model for
-images or audio, which gets text only.
+attend in both directions, or mix tokens outside of any module that could be wrapped. Other families are parts of a
+model for images or audio, and get text only.
 """
 
 from fastpack.families.spec import Family

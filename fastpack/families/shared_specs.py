@@ -46,7 +46,7 @@ HUNYUAN_ATTENTION = AttentionSpec(qk_norm="rotated", norms=("query_layernorm", "
 OLMO2_ATTENTION = AttentionSpec(qk_norm="flat")
 OLMO3_ATTENTION = AttentionSpec(qk_norm="flat", window="sliding_window")
 
-# pairs side by side
+# RoPE with adjacent pairs
 COHERE_ATTENTION = AttentionSpec(qk_norm="head", rope_layout="interleaved", rope_in_float32=True)
 COHERE2_ATTENTION = AttentionSpec(
     rope_layout="interleaved", rope_in_float32=True, rope_if=("sliding_window",), window="sliding_window"
@@ -106,7 +106,7 @@ GEMMA2_HEAD = HeadSpec(softcap="config.final_logit_softcapping")
 
 
 def like(specs: Mapping[str, Spec], **others: Spec | None) -> dict[str, Spec]:
-    """Return the specs of a family that is like another, with these changes; None removes a class."""
+    """Return another family's specs with these changes; None removes a class."""
     return {name: spec for name, spec in {**specs, **others}.items() if spec is not None}
 
 

@@ -1,4 +1,4 @@
-"""Hash what upstream's classes compute, as loaded in memory. :mod:`fastpack.families.lock` has the proved hashes."""
+"""Hash what upstream's classes compute, as loaded in memory; :mod:`fastpack.families.lock` has the proved hashes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def source_hash(cls: Any) -> str:
     """Return a hash of what a class's forward computes: the forward, and its helpers in the class and the module.
 
     The hash is of the syntax tree without docstrings and annotations, so comments and formatting don't matter. Caches
-    have one name in it, whatever this release of transformers calls them. It is computed anew each time, since users
-    and libraries replace forwards and helpers. If Liger has replaced a helper, the module's own helper is read from its
-    file. The result is :data:`UNREADABLE` if one of the functions has no source.
+    have the same name in it, whatever this release of transformers calls them. The hash is computed anew each time,
+    since users and libraries replace forwards and helpers. If Liger has replaced a helper, the module's own helper is
+    read from its file. The result is :data:`UNREADABLE` if one of the functions has no source.
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
@@ -72,12 +72,12 @@ class _Source(NamedTuple):
 
 @functools.cache
 def _read(function: FunctionType) -> _Source | None:
-    """Read a function's source; None for a lambda, a callable object, or a function made by ``exec``.
+    """Read a function's source; None for a lambda, a callable object, or a function that ``exec`` made.
 
-    The result can be cached, since code is replaced by other functions, not by other sources.
+    The result can be cached: a function keeps its source, since users and libraries replace whole functions.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # without wrappers
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # without its wrappers
     except (AttributeError, OSError, TypeError, SyntaxError):
         return None
     return _normalise(tree) if isinstance(tree, ast.FunctionDef) else None

@@ -31,10 +31,11 @@ class AttentionSpec:
             although pairs are adjacent (``repeated``), or each angle once (``once``).
         rope_if: names of attributes. If there are any, a layer has RoPE only if one of them is true; a ``!`` before a
             name negates it.
-        window, softcap, sinks: the name of the attribute that holds it (dotted for one of the config), or None.
+        window, softcap, sinks: the name of the attribute that holds this value (dotted for an attribute of the config),
+            or None.
         window_if: the name of an attribute that is falsy in layers without the window, or None.
-        dropout, out_dropout: the name of the probability with which scores, or results of ``out``, are dropped, or
-            None.
+        dropout, out_dropout: the name of the probability with which scores (``dropout``) or results of ``out``
+            (``out_dropout``) are dropped, or None.
     """
 
     qkv: str | None = None
@@ -147,9 +148,9 @@ class HeadSpec:
     """A language-model head: ``logits = softcap(lm_head(hidden) * scale / divisor)``, then the loss.
 
     Attributes:
-        scale, divisor, softcap: the name of the attribute that holds it (dotted for one of the config), or None. The
-            value of a softcap may be None too.
-        balanced: whether a load-balancing loss over the routers' logits is added, if these are asked for.
+        scale, divisor, softcap: the name of the attribute that holds this value (dotted for an attribute of the
+            config), or None. The value of a softcap may be None too.
+        balanced: whether a load-balancing loss over the routers' logits is added, if these logits are requested.
     """
 
     scale: str | None = None
@@ -160,22 +161,22 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A module that mixes tokens across boundaries: it runs on one row a sequence, padded on the right.
+    """A module that mixes tokens across boundaries: it runs on one row for each sequence, padded on the right.
 
     Attributes:
         mask: the mask that it gets: floats ``added`` to the scores, bools of ``seen`` or of ``hidden`` keys, or None.
-        window, chunk: the name of an attribute (dotted for one of the config) that holds the window, or the size of a
-            chunk, if only the mask applies it. If the config lists ``layer_types``, it holds only for
-            ``sliding_attention`` or ``chunked_attention``, unless ``in_every_layer``.
-        in_every_layer: whether that window or chunk holds in every layer, whatever ``layer_types`` lists.
+        window, chunk: the name of an attribute (dotted for an attribute of the config) that holds the window, or the
+            size of a chunk, if only the mask applies it. If the config lists ``layer_types``, only layers of
+            ``sliding_attention`` or ``chunked_attention`` have it, unless ``in_every_layer``.
+        in_every_layer: whether every layer has that window or chunk, whatever ``layer_types`` lists.
         alibi: the name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]`` for n rows of L slots.
         unchanged: the names of arguments that are passed on unchanged.
         left_out: the names of keywords that are not passed, such as positions that the module makes itself.
-        counts_from: the name of an attribute that holds the padding id, if the module makes positions that count from
-            the next number on and skip tokens with that id; else None.
-        states: the number of cache states that it returns after its result, which are dropped.
-        carried: the name of the argument that passes this module's last result to the next module of its kind: picked
-            keys, as indices in a row.
+        counts_from: the name of an attribute that holds the padding id, or None. With it, the module makes positions
+            itself: they count from the padding id + 1 on, and skip tokens with that id.
+        states: the number of cache states that the module returns after its result; they are dropped.
+        carried: the name of the argument that passes the last of this module's results to the next module of its kind:
+            the picked keys, as indices in a row.
         scan: the operation that mixes tokens, if kernels can run it on packed tokens
             (:mod:`fastpack.layers.mixers.packed`): a causal ``conv``, or a recurrence after one; else None.
     """
@@ -208,36 +209,37 @@ class Family:
         backbone: the class name of the module that the heads call.
         attention: the class names of attention modules that call transformers' attention interface.
         package: the sub-package of transformers, if its name is not ``model_type``.
-        mixers: the other modules that mix tokens, by class name; their stock forward runs on one row a sequence.
+        mixers: the other modules that mix tokens, by class name; their stock forward runs on one row for each sequence.
         repadded: whether the whole backbone runs on rows of equal length, since no module of it can be wrapped alone.
         drops_packing: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
         file: the name of the modeling file, if it is not that of the sub-package.
         causal_if_decoder: whether the model is causal only if its config has ``is_decoder=True``, and an encoder
             otherwise.
-        repadded_if: the names of config settings, with any of which the family is a re-padded model.
-        refused_if: the config settings with which the family can't be exact, each with the reason.
+        repadded_if: the names of config settings; if any of them is set, the family is a re-padded model.
+        refused_if: the config settings with which the family can't be exact, each with its reason.
         alibi: the name of the backbone's method that makes ALiBi's biases from a 2-D mask, or None.
         unmasked: whether the backbone gets no mask, since it builds its own or takes none.
-        since: the first release of transformers in which the row is true, as (major, minor), and what the family is in
-            earlier releases; None for all releases.
+        since: the first release of transformers for which this row is true, as (major, minor), and what the family does
+            in earlier releases; None if it is true for all releases.
         mask_window: the name of a config setting: a window that upstream applies only in its mask, in layers of sliding
             attention if the config lists ``layer_types``.
         two_way_marks: an argument ``[B, S]`` whose non-zero entries mark tokens that attend in both directions (of
             images, or of a prompt), or None.
-        two_way_if: a setting of the text's config and the value with which the marks are read; None for any.
+        two_way_if: a setting of the text model's config, and the value with which the marks are read; None if they are
+            always read.
         unshifted: the class name of a head whose own loss compares a token's logits with the label in the same place,
             not the next one (mostly decoders of encoder-decoders); empty for none.
         row_arguments: the names of arguments about rows, which a patched model refuses: arguments of shape ``[B]``,
             ``[B, patches]`` or ``[B, S, S]``, or an inverted mask.
         disabled_caches: the names of keywords that request a cache by default, and are passed as False.
         shares_states: whether layers pass keys and values to later layers by keyword, which reentrant checkpointing
-            loses, in the stock model too.
+            loses (in the stock model too).
         uncounted: whether there is no formula for its FLOPs, since it runs layers several times or not at all, or has
             matmuls outside of modules.
         routers: the class names of the modules that choose experts for each token, by ``torch.topk`` or ``max``.
-            Rounding can change a choice, so comparisons fix them.
-        fast: the classes with fast forwards, each with its spec (:mod:`fastpack.families.shared_specs`). A class is
-            used if its source was proved (:mod:`fastpack.families.lock`) or a twin of it matches.
+            Rounding can change a choice, so comparisons fix the choices.
+        fast: the classes with fast forwards, each with its spec (:mod:`fastpack.families.shared_specs`). A fast forward
+            is used if the class's source was proved (:mod:`fastpack.families.lock`), or if a twin of the class matches.
         earlier: the specs of some of these classes in earlier releases of transformers.
     """
 
@@ -278,7 +280,7 @@ class Family:
 
     @property
     def needs_packing_context(self) -> bool:
-        """Whether some modules must get the packing otherwise than by keyword."""
+        """Whether some modules must get the packing in another way than by keyword."""
         return self.drops_packing or self.repadded or bool(self.mixers)
 
     @property

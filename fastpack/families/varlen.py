@@ -2,14 +2,14 @@
 
 Norms and MLPs that have a spec are fast, and the rest is stock.
 
-A family belongs here if all of this is true. It was read in the family's source, and tests prove it against each
-sequence alone (``tests/families``):
+A family belongs here if it meets all of these conditions. They were checked in the family's source, and tests compare
+packed batches with each sequence alone (``tests/families``):
 
 - every attention module calls transformers' attention interface, and hands its window, softcap, sinks and scale to it
   (a window that only the mask applies, as in Qwen2-MoE, would be lost);
 - nothing else mixes tokens: no convolution, recurrence, linear attention, token shift or n-gram embedding, no router
   with a capacity, no indexer that picks keys;
-- positions are those of ``position_ids``, without an offset of the family's own (RoBERTa);
+- positions are those of ``position_ids``, without an offset of the family's own (RoBERTa has one);
 - the mask is plain causal or windowed: no bias or mask of the family's own (Doge, prefixes), no chunks (Llama 4);
 - its backbone class is always a decoder (BERT's is not), and is the module that the head calls (BART's is not).
 """

@@ -1,9 +1,9 @@
 """The backbone's forward: un-pad a batch, or read how it is packed, run the layers, and re-pad the outputs.
 
-If labels come with the batch, the head has done this before it calls the backbone (:mod:`fastpack.model.head`), and its
-loss runs on real tokens too.
+If the batch has labels, the head does all this before it calls the backbone (:mod:`fastpack.model.head`), and the
+head's loss runs on real tokens too.
 
-Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
+Shape suffixes: B rows and S columns of the original batch; T real tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
 
     Raises:
         PackingError: see :func:`fastpack.packing.inputs.read_packing`; or a packed batch took the stock path.
-        UnsupportedModelError: images or audio came with the batch.
+        UnsupportedModelError: the batch has images or audio.
         PatchError: see :meth:`fastpack.model.model_runtime.UserChanges.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """
@@ -77,11 +77,11 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         watch.follow()
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
-        return patched.stock(**arguments, **packing)  # continuous batching reads them in its attention
+        return patched.stock(**arguments, **packing)  # continuous batching reads the packing
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
     refuse_adapters(backbone, (), arguments)
-    arguments.pop("logits_to_keep", None)  # some backbones drop a row's tokens by it
+    arguments.pop("logits_to_keep", None)  # some backbones drop tokens by it
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -140,8 +140,8 @@ def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: 
 
     Args:
         arguments: the arguments of the forward.
-        packing: the packing keywords that were among them.
-        prefixes: whether to find the prefixes that sequences share, too.
+        packing: the packing keywords that were among these arguments.
+        prefixes: whether to find the prefixes that sequences share as well.
     """
     return read_packing(
         shape_of(arguments),
@@ -156,7 +156,7 @@ def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: 
 def _embedded(
     backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids ``[1, T]`` or the embeddings ``[1, T, H]`` that the backbone starts from; None for the other."""
+    """Return the ids ``[1, T]`` or the embeddings ``[1, T, H]`` that the backbone starts from; else None."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if embeddings is None and adds_noise(backbone, packed):
         embeddings = backbone.get_input_embeddings()(ids)

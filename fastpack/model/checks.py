@@ -1,4 +1,4 @@
-"""Checks of a batch that enters a patched model: whether the stock forward runs, and whether the batch is refused."""
+"""Decide whether a batch of a patched model runs the stock forward, and whether it is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MEDIA = (
 """The argument names of images and audio, and of the features that encoders and layers make from them."""
 
 
-_ABOUT_ROWS = "that is about its rows, and a patched model runs tokens without rows. Leave it out, or"
+_ABOUT_ROWS = "that describes its rows, and a patched model runs tokens without rows. Leave it out, or"
 _NOT_COVERED = {
     ("encoder_hidden_states",): "cross-attention is not covered. Leave it out, or",
     MEDIA: "images and audio are not covered. Send text only, or",
@@ -53,7 +53,7 @@ def takes_stock_path(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Return whether the stock forward has to run.
 
     It runs for a batch with a cache, with ``use_cache=True``, with a request for attention weights, or with a request
-    for some tokens' results alone, as in generation (``target_mapping``).
+    for the results of some tokens only (``target_mapping``, as in generation).
     """
     if has_cache(arguments) or arguments.get("target_mapping") is not None:
         return True
@@ -91,7 +91,7 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
         "output_attentions=False, or send a padded batch."
     )
     if packing:
-        raise PackingError(f"{', '.join(packing)} came together with {why}. {mend}")
+        raise PackingError(f"{', '.join(packing)} came with the batch, and {why} was asked for. {mend}")
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return
@@ -102,7 +102,7 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
         raise PackingError(
             f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
         )
-    if positions is None or (cached and positions.ndim > 2):  # positions of images have several axes, and fall too
+    if positions is None or (cached and positions.ndim > 2):  # positions of images have several axes, and may fall
         return
     steps = positions.diff()
     # without padding a jump may be a new sequence, as in a packed batch
@@ -120,13 +120,13 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
 def _may_be_packed(arguments: Mapping[str, Any]) -> bool:
     """Return whether a batch with a cache may be packed.
 
-    A call by ``generate`` is not: it has an empty cache to begin with, no gradients and no labels.
+    A batch from ``generate`` is not packed: its cache is empty at the beginning, and it has no gradients and no labels.
     """
     if torch.is_grad_enabled() or arguments.get("labels") is not None:
         return True
     caches = [arguments[name] for name in CACHES if hasattr(arguments.get(name), "get_seq_length")]
     lengths = [cache.get_seq_length() for cache in caches if _counts_tokens(cache)]
-    return any(isinstance(length, int) and length > 0 for length in lengths)  # only generation has a tensor here
+    return any(isinstance(length, int) and length > 0 for length in lengths)  # a tensor comes only from generation
 
 
 def _counts_tokens(cache: object) -> bool:
@@ -169,7 +169,7 @@ def _refuse_two_ways(backbone: ModelLike, family: Family, arguments: Mapping[str
 def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
     """Raise if this family can't follow the ``position_ids`` of a batch.
 
-    The host waits for the device if the family has such a limit.
+    The host waits for the device if the family limits positions.
 
     Args:
         backbone: the backbone.
@@ -178,9 +178,9 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
         packed: the batch's packing.
 
     Raises:
-        PackingError: the family counts positions itself, and the batch has others than 0, 1, 2, ... in each sequence or
-            than the family's own; or rotary frequencies depend on each sequence's length, which is read from where
-            positions fall, and a sequence continues above the positions of the one before it.
+        PackingError: the family counts positions itself, and the batch's positions are neither 0, 1, 2, ... in each
+            sequence nor the family's own; or rotary frequencies depend on each sequence's length, and a sequence's
+            positions continue above those of the sequence before it. (Sequences are found where positions fall.)
     """
     if arguments.get("position_ids") is None or packed.padding.is_empty or torch.compiler.is_compiling():
         return
@@ -205,15 +205,15 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
             allowed += f" (or {padding_id + 1}, {padding_id + 2}, ..., past ids of padding)"
         if bool(wrong):
             raise PackingError(
-                f"position_ids that do not count {allowed} in each sequence came to {type(backbone).__name__}, "
-                f"whose family ({family.model_type}) counts positions itself. Leave them out, and pass packed_seq_lens "
-                "or a mask; or train this model unpatched (fastpack.unpatch(model))."
+                f"{type(backbone).__name__} got position_ids that do not count {allowed} in each sequence, and its "
+                f"family ({family.model_type}) counts positions itself. Leave them out, and pass packed_seq_lens or a "
+                "mask; or train this model unpatched (fastpack.unpatch(model))."
             )
     elif bool((positions[starts[1:]] > positions[starts[1:] - 1]).any()):
         raise PackingError(
-            "position_ids of a sequence continue above those of the sequence before it, and this model's rotary "
-            "frequencies depend on each sequence's length, which is read from where positions fall. Begin each "
-            "sequence at 0, or leave position_ids out."
+            "position_ids of a sequence continue above those of the sequence before it. This model's rotary "
+            "frequencies depend on each sequence's length, and its sequences are found where positions fall. Begin "
+            "each sequence at 0, or leave position_ids out."
         )
 
 
@@ -232,7 +232,8 @@ def refuse_windows(window: int | None, packed: PackedSeqLens) -> None:
     The stock model would follow the mask and ignore its window.
 
     Args:
-        window: the tokens that a query sees in the layer with the narrowest window or chunk; None for no window.
+        window: the number of tokens that a query sees in the layer with the narrowest window or chunk; None for no
+            window.
         packed: the batch's packing.
 
     Raises:
@@ -258,7 +259,7 @@ def refuse_pooled_padding(head: HeadLike, arguments: Mapping[str, Any], packed: 
         packed: the batch's packing.
 
     Raises:
-        PackingError: that slot is padding. The stock model would classify its own output for padding.
+        PackingError: that slot is padding. The stock model would classify a row by its output at padding.
     """
     mask = packed.padding.mask()
     if mask is None or torch.compiler.is_compiling() or not mentions(head, "pad_token_id"):
@@ -302,7 +303,7 @@ def learns_prompts(module: nn.Module) -> bool:
 
 
 def passes_a_cache(module: Any) -> bool:
-    """Return whether the active prompts of a PEFT wrapper are keys and values, which reach the model as a cache."""
+    """Return whether the active prompts of a PEFT wrapper are keys and values: these reach the model as a cache."""
     return method_of(module.peft_config[module.active_adapter]) in _PROMPTS_IN_A_CACHE
 
 
@@ -332,7 +333,7 @@ def refuse_packed_prompts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> N
         kwargs: its keywords.
 
     Raises:
-        PackingError: PEFT dropped ``position_ids``, whatever they held; or the batch says in another way that it is
+        PackingError: PEFT dropped ``position_ids``, whatever they held; or other arguments say that the batch is
             packed.
     """
     if args or any(name not in kwargs for name in _PASSED_BY_PEFT):

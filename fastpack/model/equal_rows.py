@@ -1,8 +1,8 @@
 """The last tier: the stock backbone on rows of equal length, one batch for each length.
 
-Nothing is padded, so this is exact even for a model that depends on the length of a row, or on the tokens to the
-right. It is no faster than the stock model, and slower if every sequence has another length. If layers are sharded, all
-ranks run as many batches as the rank with the most lengths.
+Nothing is padded, so this is exact even for a model that depends on the length of a row, or on the tokens to the right.
+It is no faster than the stock model, and slower if every sequence has a different length. If layers are sharded, all
+ranks run as many batches as the rank with the most different lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastpack.utils.replacement import Forward
 from fastpack.utils.sharding import exchange_inside
 
 _NOT_PASSED = ("attention_mask", "position_ids", "packed_seq_lens")
-"""The arguments that a row needs not, since it is one sequence without padding."""
+"""The arguments that are not passed on: each row is one sequence without padding, and does not need them."""
 
 
 def repadded_forward(

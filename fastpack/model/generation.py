@@ -16,7 +16,7 @@ from fastpack.utils.signatures import shape_of, source_of
 def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
     """Run the head's own ``generate`` without ``packed_seq_lens``, which stock models don't take.
 
-    A padded batch needs no more than its ``attention_mask``, which tells generation where rows begin.
+    A padded batch needs only its ``attention_mask``, which tells generation where rows begin.
 
     Args:
         patched: the replacement of the head's ``generate``.
@@ -24,7 +24,7 @@ def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any
         **kwargs: its keywords. They or ``args`` hold ids ``[B, S]`` or embeddings ``[B, S, H]``.
 
     Raises:
-        PackingError: several sequences share a row, which generation would continue as one sequence.
+        PackingError: several sequences share a row, and generation would continue the row as one sequence.
     """
     lengths = kwargs.pop("packed_seq_lens", None)
     if lengths is not None:
@@ -38,7 +38,7 @@ def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any
         rows_BS = torch.arange(shape[0], device=device)[:, None].expand(shape)
         if packed.unpad(rows_BS).unique().numel() < packed.num_sequences:
             raise PackingError(
-                f"packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s) came to generate, which "
-                "would continue each row as one sequence. Pass a padded batch, padded on the left."
+                f"generate got packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s), and would "
+                "continue each row as one sequence. Pass a batch that is padded on the left."
             )
     return patched.stock(*args, **kwargs)

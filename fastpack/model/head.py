@@ -102,8 +102,8 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
     packed = kwargs.get("packed_seq_lens")
     if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(patched, *args, **kwargs)
-    # TRL's own loss stays in force. Without a request for it, TRL's forward calls the one before it. After unpickling,
-    # `earlier` is the forward of the class.
+    # TRL's own loss stays in force. Without a request for that loss, TRL's forward calls the one that it replaced.
+    # After unpickling, `earlier` is the forward of the class.
     earlier = patched.earlier
     is_class_own = getattr(earlier, "__func__", None) is type(head).forward
     as_stock = earlier is None or is_class_own or (is_trl_forward(earlier) and not kwargs.get(FUSED_LM_HEAD))
@@ -132,7 +132,7 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
-    """Call the stock head. If it would drop the packing on the way to the backbone, the context passes it on."""
+    """Call the stock head. If the head would drop the packing on the way to the backbone, the context passes it on."""
     packed, context = kwargs.get("packed_seq_lens"), patched.runtime.layers.context
     if context is None or not isinstance(packed, PackedSeqLens):
         return patched.stock(*args, **kwargs)
@@ -177,7 +177,7 @@ def head_pre_hook(
         kwargs: its keywords.
 
     Returns:
-        The arguments and keywords; None if they stay as they are.
+        The arguments and keywords; None if they don't change.
 
     Raises:
         PatchError: the module is a replica that ``nn.DataParallel`` made.
@@ -185,7 +185,7 @@ def head_pre_hook(
     refuse_replica(module)
     forward = module.__dict__.get("forward")
     if replaces(forward, head_forward) and forward.enabled:
-        return None  # our forward prepares them itself
+        return None  # our forward prepares the arguments itself
     refuse_packed_prompts(args, kwargs)
     refuse_adapters(module, args, kwargs)
     kind, runtime = hook.spec.kind, hook.runtime
@@ -234,8 +234,8 @@ def prepare_head(
         The arguments and keywords of the head.
 
     Raises:
-        PackingError: a sequence-classification head, which pools one token a row, got several sequences a row, or would
-            pool a slot of padding.
+        PackingError: a sequence-classification head, which pools one token of each row, got a row with several
+            sequences, or would pool a slot of padding.
     """
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
@@ -243,7 +243,7 @@ def prepare_head(
         return args, kwargs
     if not torch.compiler.is_compiling():
         backbone_runtime = runtime_of(patched_backbone(head))
-        if backbone_runtime is not None:  # before positions are read: context parallelism reorders them
+        if backbone_runtime is not None:  # before positions are read, since context parallelism reorders them
             backbone_runtime.user_changes.attention.check()
     packed = arguments["packed_seq_lens"] = pack(
         arguments, take_packing(arguments), prefixes=runtime.sharing is not None
@@ -255,7 +255,7 @@ def prepare_head(
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
             f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
-            "gives one result a row. Send a padded batch: it runs without padding all the same."
+            "returns one result for each row. Send a padded batch: the backbone runs without its padding."
         )
     if kind == "sequence_classification":
         refuse_pooled_padding(head, arguments, packed)
@@ -265,10 +265,10 @@ def prepare_head(
 def reads_packing(
     head: HeadLike, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return whether the head reads the packing, and not the backbone alone."""
+    """Return whether the head reads the packing; if not, only the backbone does."""
     labelled = bind(type(head), args, kwargs).get("labels") is not None
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and (labelled or _balances(head)))
-    # under compilation one graph break is enough, in the head; and a head with a context would drop the packing
+    # if compiled, only the head reads it, for one graph break; a head with a context would drop the packing
     return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
 
 

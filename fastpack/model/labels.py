@@ -24,19 +24,20 @@ def shifts_labels(head: HeadLike) -> bool:
 
 
 def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the first label of each sequence ignored, on a copy, if the packing was read.
+    """Return the arguments with the first label of each sequence ignored, in a copy, if the packing was read.
 
-    If every sequence begins its row, labels stay as they are: the shift of a loss never reads the first column, and a
-    user's own loss may not shift.
+    If every sequence begins its row, labels stay unchanged: a loss that shifts labels never reads the first column, and
+    a user's own loss may not shift them.
 
     The ``num_items_in_batch`` of transformers' ``Trainer`` counts all labels except those in column 0. So it counts the
-    first labels of sequences that begin further right: in batches that are padded left, or packed. It is multiplied by
-    the share of this batch's counted labels that is kept. The result is exact if a step is one micro-batch on one rank.
-    If a step has several, or ranks divide by the labels of all, each micro-batch is corrected by its own share.
+    first labels of sequences that begin further right: in batches that are packed or padded on the left. The number is
+    multiplied by the share of this batch's counted labels that is kept. The result is exact if a step is one
+    micro-batch on one rank. If a step has several micro-batches, or ranks divide by the labels of all ranks, each
+    micro-batch is corrected by its own share.
 
-    The number stays as it is in two cases. One that is smaller than the ``Trainer``'s count for this batch alone is a
-    user's own. And for heads whose loss the ``Trainer`` doesn't know, it counts column 0 too: all first labels,
-    wherever sequences begin.
+    The number stays unchanged in two cases. If it is smaller than the ``Trainer``'s count for this batch alone, a user
+    has made it. If the ``Trainer`` doesn't know the head's loss, the number counts column 0 too, and with it all first
+    labels, wherever sequences begin.
 
     Args:
         head: the head.
@@ -46,7 +47,7 @@ def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str,
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
     if keeps_some_logits(arguments) and labels.shape != packed.padding.batch_shape:
-        return arguments  # labels of the logits that are kept, whose places only the caller knows
+        return arguments  # labels of the kept logits, whose places only the caller knows
     ignore_index = ignore_index_of(head, arguments)
     if packed.padding.starts_rows:
         packed.check_slots(labels)
@@ -63,8 +64,8 @@ def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str,
 def without_padding(head: HeadLike, arguments: Mapping[str, Any], targets_1T: Tensor) -> Tensor:
     """Return ``num_items_in_batch`` without the labels at padding, which transformers' ``Trainer`` counts too.
 
-    It is scaled as in :func:`without_first_labels`, by the share of this batch's counted labels that real tokens
-    predict.
+    The number is scaled as in :func:`without_first_labels`, by the share of this batch's counted labels that real
+    tokens predict.
 
     Args:
         head: the head.
@@ -81,8 +82,8 @@ def without_padding(head: HeadLike, arguments: Mapping[str, Any], targets_1T: Te
 def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> Tensor:
     """Return the target of each token, ``[1, T]``: the label of the next slot in its row, even if that is padding.
 
-    A slot that is dropped keeps its label: if the end token pads too, and its slot has mask 0, the last token of the
-    text learns it all the same. Bucket padding predicts nothing.
+    A dropped slot still gives its label: if the end token is also the padding token, and its slot has mask 0, the last
+    token of the text learns it nevertheless. Bucket padding predicts nothing.
 
     Args:
         packed: the batch's packing.

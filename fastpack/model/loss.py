@@ -4,7 +4,7 @@ The head's forward is that of its family (:class:`fastpack.families.spec.HeadSpe
 vocabulary and its loss. :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy` computes these on real
 tokens.
 
-Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
+Shape suffixes: B rows and S columns of the original batch; T real tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUSED_LM_HEAD = "fused_lm_head"
 class TokenStatistics:
     """Statistics of the predictions, which a fused loss fills in.
 
-    This is no dataclass, since FSDP's casts map a function over the tensors in dataclasses, and would pass on a copy.
+    This is no dataclass, since FSDP's casts copy every dataclass among the arguments, and the copy would be filled in.
 
     Attributes:
         sums: float32 ``[3]``: the sum of the predictions' entropies, the number of labels that are the likeliest token,
@@ -61,7 +61,8 @@ class TokenStatistics:
 def is_trl_forward(forward: Any) -> bool:
     """Return whether a forward is the one that TRL assigns to a head.
 
-    That forward computes TRL's loss if it gets ``fused_lm_head=True``, and otherwise calls the forward before it.
+    That forward computes TRL's loss if it gets ``fused_lm_head=True``, and otherwise calls the forward that it
+    replaced.
     """
     if not defined_in(forward).startswith("trl."):
         return False
@@ -81,11 +82,11 @@ def fused_loss_rejects(head: HeadLike, kind: str, spec: Spec | None) -> str | No
     if not isinstance(spec, HeadSpec):
         return f"the forward of {type(head).__name__} was not proved with the fused loss"
     if head.base_model is head:
-        return f"base_model_prefix={head.base_model_prefix!r} names nothing that {type(head).__name__} holds"
+        return f"base_model_prefix={head.base_model_prefix!r} names no module of {type(head).__name__}"
     if hasattr(head, "_hf_hook"):
         return f"{type(head).__name__} carries accelerate's hooks"
     if "_original_forward" in head.__dict__:
-        return f"accelerate wrapped the forward of {type(head).__name__} for an earlier run: patch before the first one"
+        return f"accelerate wrapped the forward of {type(head).__name__} for an earlier run: patch before the first run"
     if "forward" in head.__dict__ and not is_trl_forward(head.__dict__["forward"]):
         return (
             f"the forward of {type(head).__name__} was already replaced (by a trainer with its own loss, for example)"
@@ -109,11 +110,11 @@ def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
     """
     forward = head.__dict__.get("forward")
     beneath = forward.earlier if isinstance(forward, Replacement) else None
-    has_trl_forward = is_trl_forward(forward) or is_trl_forward(beneath)  # over ours, or under it
+    has_trl_forward = is_trl_forward(forward) or is_trl_forward(beneath)  # TRL's is over ours, or under it
     if has_trl_forward and not asked_for:
         return "TRL's trainers have their own loss; patch(trainer, loss='fused') fuses it (see report(trainer))"
     origin = defined_in(forward)
-    if origin.startswith(("trl.", "liger_kernel.")) and not has_trl_forward:  # wrappers of others call ours
+    if origin.startswith(("trl.", "liger_kernel.")) and not has_trl_forward:  # other wrappers call ours
         return f"the forward of {type(head).__name__} was replaced after the patch by {origin}, which has its own loss"
     not_loaded = _is_meta(head.lm_head) and not hasattr(head.lm_head, "_hf_hook")
     return None if not_loaded else _why_not_now(head)
@@ -122,7 +123,7 @@ def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
 def fused_loss_serves(head: HeadLike, arguments: Mapping[str, Any]) -> bool:
     """Return whether this call computes its loss without logits.
 
-    It does in training, with labels, if the logits of all tokens count.
+    It does so in training, with labels, if the logits of all tokens are requested.
 
     Args:
         head: the head.
@@ -194,7 +195,7 @@ class HeadMatmul:
 
 
 def read_head(head: HeadLike, spec: HeadSpec) -> HeadMatmul | str:
-    """Return the head's matmul with PEFT's adapters and copies as they are active now.
+    """Return the head's matmul, with the adapters and copies of PEFT that are active now.
 
     Args:
         head: the head.
@@ -250,7 +251,7 @@ def fused_head(
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     shift_labels = arguments.get("shift_labels")
     if shift_labels is not None:
-        targets = shift_labels.reshape(-1)  # of every slot, unchanged
+        targets = shift_labels.reshape(-1)  # one for every slot, unchanged
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
     count = _begin_count(targets, ignore_index)
@@ -315,8 +316,8 @@ def _begin_count(labels: Tensor, ignore_index: int) -> Callable[[], int | None]:
         ignore_index: the label that is ignored.
 
     Returns:
-        A function that returns the number. It returns None on a CPU, where the op counts labels itself, and where the
-        host must not wait.
+        A function that returns the number. It returns None on a CPU, where the op counts labels itself, and whenever
+        the host must not wait.
     """
     if not labels.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return lambda: None

@@ -15,21 +15,22 @@ from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.utils.classes import Classes
 from fastpack.utils.replacement import replacement_on
 
-if TYPE_CHECKING:  # they import much, and only a patch with these options needs them
+if TYPE_CHECKING:  # these modules import much, and only a patch with their options needs them
     from fastpack.cuda_graphs.runner import GraphRunner
     from fastpack.offload.checkpoints import CheckpointOffload
 
 
 @dataclass(eq=False)
 class UserChanges:
-    """Checks before each forward of what a user may have changed on a patched backbone.
+    """Checks, before each forward, of changes that a user may have made to a patched backbone.
 
     Attributes:
         classes: the classes of the modules whose forward was replaced.
         order: the order of the layers; None if no mask of the stock model depends on a layer's place.
         configs: the private configs of modules that attend through our interface.
         attention: the attention implementation that the stock model uses.
-        window: the tokens that a query sees at most in the layer with the narrowest window or chunk; None for no limit.
+        window: the largest number of tokens that a query sees in the layer with the narrowest window or chunk; None for
+            no limit.
     """
 
     classes: Classes = field(default_factory=Classes)
@@ -63,8 +64,8 @@ class ModelRuntime:
     """The objects that a patched backbone and its head share.
 
     Attributes:
-        layers: the part that the layers share too.
-        user_changes: the checks before each forward of what a user may have changed.
+        layers: the runtime of the layers.
+        user_changes: the checks, before each forward, of changes that a user may have made.
         graphs: the runner of CUDA graphs, or None.
         offload: the offload of checkpoints or activations, or None.
         sharing: the sharing of prefixes, or None.
@@ -88,6 +89,6 @@ class ModelRuntime:
 
 
 def runtime_of(backbone: nn.Module) -> ModelRuntime | None:
-    """Return the runtime of a patched backbone, or None if it is not patched or another forward covers ours."""
+    """Return the runtime of a patched backbone, or None if it is not patched or another forward wraps ours."""
     ours = replacement_on(backbone)
     return ours.runtime if ours is not None and isinstance(ours.runtime, ModelRuntime) else None

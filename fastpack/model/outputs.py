@@ -1,4 +1,4 @@
-"""Re-pad a backbone's outputs, or copy them to shared tokens.
+"""Re-pad a backbone's outputs, or copy them from shared tokens to every sequence that has them.
 
 Shape suffixes: T tokens; U tokens, with each shared one kept once; A streams of hidden states (Gemma 3n).
 """
@@ -20,20 +20,20 @@ Change = Callable[[Tensor], Tensor]
 
 
 def repad_outputs(outputs: object, packed: PackedSeqLens) -> Any:
-    """Re-pad every output that has one entry a token; the rest stays as it is."""
+    """Re-pad every output that has one entry for each token; the other outputs stay unchanged."""
     if packed.padding.is_packed_row:
         return outputs
     return _change(outputs, packed.total_tokens, packed.repad, packed.padding.repad_flat)
 
 
 def copy_to_all_tokens(outputs: object, shared: SharedTokens) -> Any:
-    """Copy every output that has one entry a token from the U kept tokens to all T tokens."""
+    """Copy every output that has one entry for each token from the U kept tokens to all T tokens."""
     copies = shared.copies
     return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))
 
 
 def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
-    """Replace the tensors of ``tokens`` tokens in outputs, in any nesting.
+    """Replace every tensor in the outputs that has an entry for each of ``tokens`` tokens, at any depth of nesting.
 
     Each ``[tokens, ...]`` becomes ``flat(x)``. Each ``[1, tokens, ...]``, and each stream of ``[A, 1, tokens, ...]``,
     becomes ``batched(x)``.
@@ -47,13 +47,14 @@ def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
 def _changed(value: object, tokens: int, batched: Change, flat: Change, replaced: list[tuple[Tensor, Tensor]]) -> Any:
     """Return an output with its tensors replaced; see :func:`_change`.
 
-    A nested function would refer to itself, and keep every tensor alive until a garbage collection.
+    This is a function of the module, since a nested function would refer to itself, and so keep every tensor alive
+    until a garbage collection.
 
     Args:
         value: an output, or a tuple or list of outputs.
         tokens: see :func:`_change`.
-        batched: as there.
-        flat: as there.
+        batched: see :func:`_change`.
+        flat: see :func:`_change`.
         replaced: pairs of a tensor and its replacement, which this function extends.
     """
     if isinstance(value, (tuple, list)):

@@ -18,13 +18,13 @@ from fastpack.utils.protocols import ModelLike
 from fastpack.utils.signatures import shape_of
 
 LEAST_SAVED = 0.05
-"""The share of a batch's tokens that sharing must save, so that it pays.
+"""The smallest share of a batch's tokens that sharing must save to be worth its cost.
 
-With sharing, each layer copies queries, keys, values and results once more, in the forward and in the backward: some
-10 (H + K) D values for each token (H heads, K heads of keys, D the head size). Its matmuls take 6 operations for each
-weight. On a GPU with 500 TFLOP/s and 3 TB/s, in half precision, the copies take 1.3 % of the matmuls' time in a layer
-of Llama 8B, and 4 % in a layer of Qwen 2.5 0.5B, which does not reach 500 TFLOP/s either. A twentieth is more than
-both.
+With sharing, each layer copies queries, keys, values and results once more, in the forward and in the backward: about
+10 (H + K) D values for each token (H heads, K heads of keys, D the head size). The layer's matmuls take 6 operations
+for each weight and token. On a GPU with 500 TFLOP/s and 3 TB/s, in half precision, the copies take 1.3 % of the
+matmuls' time in a layer of Llama 8B, and 4 % in a layer of Qwen 2.5 0.5B, which does not reach 500 TFLOP/s either. A
+twentieth is more than both.
 """
 
 _HARMLESS = (
@@ -42,10 +42,10 @@ class SharingStats:
     """Counts of batches and tokens since the patch.
 
     Attributes:
-        batches: the forwards on real tokens.
-        shared: the forwards that shared prefixes.
-        tokens: the real tokens of all batches.
-        saved: the tokens among them that were not computed.
+        batches: the number of forwards on real tokens.
+        shared: the number of forwards that shared prefixes.
+        tokens: the number of real tokens of all batches.
+        saved: the number of these tokens that were not computed.
         whole: the number of forwards that shared nothing, by reason.
     """
 
@@ -58,7 +58,9 @@ class SharingStats:
 
 @dataclass(eq=False)
 class PrefixSharing:
-    """The sharing of prefixes in one patched model, for as long as the patch lasts. A copy or a pickle starts empty.
+    """The sharing of prefixes in one patched model, for as long as the patch lasts.
+
+    A copy or a pickle starts with empty counts.
 
     Attributes:
         least_saved: the share of tokens that sharing must save, from 0 to 1.
@@ -88,7 +90,7 @@ class PrefixSharing:
         if reason is None:
             prefixes = packed.prefixes_in(packed.unpad(arguments["input_ids"]))
             if prefixes.saved < max(1, self.least_saved * packed.real_tokens):
-                reason = f"less than {100 * self.least_saved:.3g}% of the tokens are in prefixes that come twice"
+                reason = f"less than {100 * self.least_saved:.3g}% of the tokens repeat a prefix of another sequence"
         self.stats.batches += 1
         self.stats.tokens += 0 if packed.padding.is_empty else packed.real_tokens
         if reason is not None:
@@ -110,7 +112,7 @@ class PrefixSharing:
         return None if random is None else f"{random} is random, and differs between copies of a token"
 
     def _random(self, backbone: ModelLike) -> Iterator[str]:
-        """Yield the name of everything that draws random numbers for tokens in training, as it is set now."""
+        """Yield the name of each setting that makes a module draw random numbers for tokens at the moment."""
         embedding = backbone.get_input_embeddings()
         if embedding.training and getattr(embedding, "neftune_noise_alpha", None) is not None:
             yield "NEFTune's noise"
@@ -126,7 +128,7 @@ class PrefixSharing:
                     yield f"{cls.__name__}.{name}={value:g}"
 
     def _find_probabilities(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the attributes of a module's class that are probabilities or amounts of noise by their names."""
+        """Return the attributes of a module's class whose names are those of probabilities or amounts of noise."""
         names = () if module is None else vars(module)
         # layerdrop leaves out whole layers, for all tokens alike
         probabilities = tuple(name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name)
@@ -140,17 +142,17 @@ class PrefixSharing:
         if stats.batches:
             batches = counted(stats.batches, "batch", "es")
             parts = [f"shared in {stats.shared} of {batches}, {stats.saved:,} of {stats.tokens:,} tokens saved"]
-        parts += [f"{count} whole: {why}" for why, count in stats.whole.most_common()]
+        parts += [f"nothing shared in {count}: {why}" for why, count in stats.whole.most_common()]
         return f"prefixes: {'; '.join(parts)}"
 
 
 def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
-    """Return why no batch of a model can share prefixes, or None."""
+    """Return why no batch of a model can share prefixes; None if batches can."""
     if family.repadded:
         return f"{family.model_type} runs on rows of equal length, each with all of its tokens"
     if family.mixers:
         names = ", ".join(family.mixers)
-        return f"{names} mix tokens too, or count positions, in rows of their own; only attention can share prefixes"
+        return f"{names} mix tokens too, or count positions, over whole sequences; only attention can share prefixes"
     if any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT for module in backbone.modules()):
         return (
             "its rotary frequencies depend on the length of each sequence, so that the keys of a common prefix differ"

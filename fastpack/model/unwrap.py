@@ -45,8 +45,8 @@ def models_of(target: Any) -> list[nn.Module]:
     trains = not isinstance(target, type) and callable(getattr(target, "train", None))
     if trains and getattr(target, "model", None) is None:
         raise PatchError(
-            f"this {type(target).__name__} holds no model yet: its own __init__ is not done, for example because a "
-            "callback got the trainer in its __init__. Patch in the callback's on_init_end, which gets the model (def "
+            f"this {type(target).__name__} holds no model yet, since its own __init__ has not ended: a callback may "
+            "have got the trainer too early. Patch in the callback's on_init_end, which gets the model (def "
             "on_init_end(self, args, state, control, model=None, **kwargs): fastpack.patch(model)), or patch the "
             "trainer after it is built, before trainer.train()."
         )
@@ -58,7 +58,8 @@ def models_of(target: Any) -> list[nn.Module]:
 def packages_of(target: object) -> set[str]:
     """Return the import names of the packages that a target builds on.
 
-    They define the classes of the trainer, of its accelerator and of its models' modules, or a base of one of these.
+    These packages define the classes of the trainer, of its accelerator and of its models' modules, or base classes of
+    these.
     """
     parts = [target, getattr(target, "accelerator", None), *(m for model in models_of(target) for m in model.modules())]
     bases = {base for kind in set(map(type, parts)) for base in kind.__mro__}
@@ -84,7 +85,7 @@ def find_parts(model: nn.Module) -> Parts:
         return Parts(None, inner)
     decoder = _innermost(getattr(backbone, "decoder", None))
     if isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder") and family_of(decoder) is not None:
-        backbone = decoder  # such heads call the decoder
+        backbone = decoder  # heads of these models call the decoder
     return Parts(inner, backbone)
 
 
@@ -92,13 +93,13 @@ def patched_backbone(head: HeadLike) -> Any:
     """Return the backbone of a patched head.
 
     Raises:
-        PatchError: the backbone was replaced after the patch by a stock one.
+        PatchError: a stock backbone replaced the patched one after the patch.
     """
     backbone = find_parts(head).backbone
     if STATE_ATTRIBUTE not in backbone.__dict__:
         raise PatchError(
             f"the {type(backbone).__name__} inside this {type(head).__name__} is not patched: it replaced the "
-            "patched one, and would see packed sequences as one. Call fastpack.patch(model) again."
+            "patched one, and would take packed sequences for one sequence. Call fastpack.patch(model) again."
         )
     return backbone
 
@@ -114,7 +115,7 @@ def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
 
     Args:
         model: the model.
-        advice: the end of the message, which says how to mend it.
+        advice: the end of the message, which says how to mend the problem.
 
     Raises:
         PatchError: the model, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
@@ -127,7 +128,7 @@ def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
 
 
 def refuse_captured_forward(model: nn.Module, head: HeadLike) -> None:
-    """Raise if a wrapper has captured the head's forward from before the patch (PEFT's adaption prompts).
+    """Raise if a wrapper holds the forward that the head had before the patch, as PEFT's adaption prompts do.
 
     Args:
         model: the model.
@@ -189,5 +190,5 @@ def _inside(module: Any) -> Any:
 
 
 def _innermost(model: Any) -> Any:
-    """Return the innermost module inside wrappers; an object that is no module is returned as it is."""
+    """Return the innermost module inside wrappers; an object that is no module is returned unchanged."""
     return [model, *wrapper_chain(model)][-1]

@@ -1,1 +1,1 @@
-"""Sequence lengths of a batch: what they are, reading them from whatever a batch carries, prefixes in common."""
+"""The lengths of a batch's sequences: a type that holds them, code that reads them, and the prefixes in common."""

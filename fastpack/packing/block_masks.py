@@ -1,4 +1,4 @@
-"""Read 4-D attention masks of one causal block a sequence, as LLaMA-Factory's ``neat_packing`` makes them.
+"""Read 4-D attention masks with one causal block for each sequence, as LLaMA-Factory's ``neat_packing`` makes them.
 
 Shape suffixes: B rows, S columns of the batch; a mask is ``[B, 1, S, S]``, queries before keys.
 """
@@ -44,7 +44,7 @@ def read_blocks(mask: Tensor, shape: tuple[int, int]) -> Tensor:
     """Assign numbers to the sequences of a mask of causal blocks, on its device, without making the host wait.
 
     A slot that does not see itself is padding, and its row of the mask is not read. The function needs memory for two
-    bools an entry of the mask.
+    bools for each entry of the mask.
 
     Args:
         mask: ``[B, 1, S, S]`` or ``[1, 1, S, S]``: bool, True for keys that are seen, or floating, added to the scores.
@@ -68,7 +68,7 @@ def read_blocks(mask: Tensor, shape: tuple[int, int]) -> Tensor:
     visible = mask if mask.dtype == torch.bool else mask == 0
     at = torch.arange(columns, device=mask.device)
     real = visible.diagonal(dim1=-2, dim2=-1)
-    begins = real & (visible.view(torch.uint8).argmax(-1) == at)  # its first key is itself
+    begins = real & (visible.view(torch.uint8).argmax(-1) == at)  # it sees no key before itself
     start = torch.where(begins, at, -1).cummax(-1).values
     differs = at >= start[..., None]  # each query must see the real keys from its start up to itself, and no other
     differs &= at <= at[:, None]
@@ -95,7 +95,7 @@ def check_blocks(number: Tensor, columns: int) -> None:
         columns: S.
 
     Raises:
-        PackingError: a token sees something else; the message names the first one and its fault.
+        PackingError: a token does not see its own sequence up to itself; the message names the first one and its fault.
     """
     wrong = (number < 0).nonzero()[:, 0]
     if wrong.numel():

@@ -1,6 +1,7 @@
 """``Bucket``: the sizes that batches are rounded up to, so that shapes repeat (CUDA graphs, ``torch.compile``).
 
-Bucket padding is further sequences after those of the batch, which fill the bucket up. No other token sees them.
+Bucket padding consists of extra sequences after those of the batch. They fill the bucket up, and no other token sees
+them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class Bucket:
     """The sizes that a batch is rounded up to.
 
     Attributes:
-        tokens: T. From 1,024 on there are sixteen evenly spaced values between two powers of two, below it the
-            multiples of 64. From 1,024 on rounding adds at most 6.3 %, and 2.2 % on average if T is spread evenly on a
+        tokens: T. Below 1,024 the values are the multiples of 64. From 1,024 on there are sixteen evenly spaced values
+            between two powers of two, and rounding adds at most 6.3 %, and 2.2 % on average if T is spread evenly on a
             logarithmic scale.
-        sequences: N. From 16 on there are four values between two powers of two. Sequences beyond the batch's own have
-            no token.
+        sequences: N, at least 16, with four values between two powers of two. Sequences beyond those of the batch and
+            of the bucket padding have no token.
         max_seqlen: the bound on the longest length: a power of two from 512 on, or T if that is less. Kernels size
-            their grid by it. Blocks without a token end at once, but not for free: 15 empty ones of 32 sequences cost
-            FlashAttention-2 12 %.
+            their grid by it. Blocks without a token end at once, but not for free: if 15 of 32 sequences are empty,
+            FlashAttention-2 takes 12 % longer.
     """
 
     tokens: int
@@ -75,6 +76,6 @@ class Bucket:
 
 
 def _round_up(value: int, steps: int, multiple: int = 1) -> int:
-    """Return the next of ``steps`` evenly spaced values between two powers of two, or of the multiples of a number."""
+    """Round up to a multiple of ``multiple``, or to one of ``steps`` evenly spaced values between powers of two."""
     step = max(multiple, 2 ** (value.bit_length() - 1) // steps)
     return -(-value // step) * step

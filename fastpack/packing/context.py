@@ -22,7 +22,7 @@ class PackingContext(threading.local):
     """The packing of a patched model whose modules, or whose head, drop keywords.
 
     Each thread has its own batch. Checkpointed layers run again in the backward pass, when other forwards may have
-    begun, so each gets the packing of its own forward. A copy of a layer or a model shares the context: PEFT's
+    begun, so each layer gets the packing of its own forward. A copy of a layer or a model shares the context: PEFT's
     ``modules_to_save`` trains a copy of a layer, which has to find the packing too.
 
     Attributes:
@@ -30,7 +30,7 @@ class PackingContext(threading.local):
     """
 
     def __init__(self) -> None:
-        """Set up without a batch, in each thread, with all attributes that a compiler looks for."""
+        """Set up without a batch, once in each thread, with all attributes that a compiler looks for."""
         self.packed: PackedSeqLens | None = None
         self._offered: tuple[Tensor, PackedSeqLens] | None = None
         self._in_rows = False
@@ -97,7 +97,7 @@ class PackingContext(threading.local):
         **kwargs: Any,
     ) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            again = self.packed is not packed  # in the backward, where layers inside layers are checkpointed again
+            again = self.packed is not packed  # in the backward: checkpointed layers in this one need it too
             with self._running(packed, checkpointed) if again else nullcontext():
                 return function(*args, **kwargs)
 
@@ -105,7 +105,7 @@ class PackingContext(threading.local):
 
     @contextmanager
     def in_rows(self) -> Iterator[None]:
-        """Hide the packing from modules that are called on one row a sequence, where rows are the boundaries."""
+        """Hide the packing from modules that are called on rows of one sequence each, and so need no packing."""
         self._in_rows = True
         try:
             yield
@@ -116,16 +116,16 @@ class PackingContext(threading.local):
         """Return the packing for this module, or None if the stock path runs.
 
         Raises:
-            PatchError: the module runs again in a backward pass, by a checkpointing that is not transformers' own, so
-                that its batch is unknown.
+            PatchError: the module runs again in a backward pass, and its batch is unknown, since the checkpointing is
+                not transformers' own.
         """
         if self._in_rows:
             return None
         if self.packed is None and torch._C._current_graph_task_id() != -1:
             raise PatchError(
-                f"{type(module).__name__} runs again in the backward pass, and its packing is not known any more. Use "
-                "model.gradient_checkpointing_enable(), whose layers are given theirs, instead of a wrapper around "
-                "layers; or checkpoint around the whole model."
+                f"{type(module).__name__} runs again in the backward pass, and its packing is no longer known. Use "
+                "model.gradient_checkpointing_enable(), which keeps the packing for each layer, instead of a wrapper "
+                "around layers; or checkpoint around the whole model."
             )
         return self.packed
 

@@ -1,4 +1,4 @@
-"""Read the sequences of a batch, also while ``torch.compile`` traces.
+"""Read where the sequences of a batch begin and end, also while ``torch.compile`` traces.
 
 :mod:`fastpack.packing.reading` reads lengths on the host. A compiled region calls it with a graph break
 (:mod:`fastpack.packing.outside`).
@@ -41,14 +41,14 @@ def read_packing(
     Args:
         shape: ``(B, S)`` of ``input_ids`` or ``inputs_embeds``.
         device: the batch's device.
-        attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; ``[B, S]`` of segment numbers, 0 for
-            padding (1, 1, 2, 2, 0); or ``[B, 1, S, S]``, bool or additive, of one causal block a sequence
-            (:mod:`fastpack.packing.block_masks`), which is read on its device.
+        attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; ``[B, S]`` of segment numbers, 0 for padding
+            (1, 1, 2, 2, 0); or ``[B, 1, S, S]``, bool or additive, with one causal block for each sequence
+            (:mod:`fastpack.packing.block_masks`); it is read on its device.
         position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``. A value that does not grow begins a new sequence.
             Values under padding are ignored.
         packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
-        ids: int64 ``[B, S]``, the batch's ``input_ids``, to find shared prefixes too. They come to the host in the same
-            copy as the other tensors.
+        ids: int64 ``[B, S]``, the batch's ``input_ids``, if shared prefixes are to be found too. The ids come to the
+            host in the same copy as the other tensors.
 
     Raises:
         PackingError: the inputs contradict each other, or don't say where sequences end.

@@ -12,10 +12,10 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 
 def mask_placeholder(packed: PackedSeqLens) -> Tensor:
-    """Return the tensor that a packed backbone hands down in place of a mask: ``[1, 1, 1, 0]``.
+    """Return the tensor that a packed backbone passes to its layers in place of a mask: ``[1, 1, 1, 0]``.
 
-    Being 4-D, it passes through transformers' mask functions untouched, so that no T x T mask is built. Being empty,
-    it raises if it is used as a mask after all: a loud error, not a leak.
+    Since the tensor is 4-D, transformers' mask functions return it unchanged, and no T x T mask is built. Since it is
+    empty, a module that uses it as a mask raises an error, and nothing leaks.
     """
     device = packed.cu_seqlens.device
     return packed.memo(("mask", device), lambda: torch.empty(1, 1, 1, 0, device=device))
@@ -27,17 +27,17 @@ def is_mask_placeholder(mask: Any) -> bool:
 
 
 def require_packing(module: nn.Module, packed: PackedSeqLens | None, attention_mask: Any) -> None:
-    """Check that an attention module got its lengths, and no mask beside them.
+    """Check that an attention module got its lengths, and no other mask than the placeholder.
 
     Raises:
-        PatchError: the placeholder mask came without ``packed_seq_lens``, which another module has dropped; or the
-            lengths came with a mask of the family's own, which would have no effect.
+        PatchError: the module got the placeholder without ``packed_seq_lens``, which another module has dropped; or it
+            got the lengths together with a mask of the family's own, which would have no effect.
     """
     placeholder = is_mask_placeholder(attention_mask)
     if packed is None and placeholder:
         raise PatchError(
-            f"{type(module).__name__} was reached by a packed batch without packed_seq_lens: a module between it and "
-            "the backbone drops keywords. fastpack.unpatch(model) restores the stock model; please report the family."
+            f"{type(module).__name__} got a packed batch without packed_seq_lens: a module between it and the backbone "
+            "drops keywords. fastpack.unpatch(model) restores the stock model; please report the family."
         )
     if packed is not None and attention_mask is not None and not placeholder:
         shape = tuple(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__

@@ -1,6 +1,6 @@
-"""``Padding``: the slots of a batch, to un-pad its tokens and to re-pad them.
+"""``Padding``: the slots of a batch that hold tokens, for un-padding and re-padding.
 
-Shape suffixes: B rows and S columns of the batch as it came; T tokens.
+Shape suffixes: B rows and S columns of the original batch; T tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Padding:
             which un-padding copies from the batch's first token and re-padding drops.
         bucket_start: 0-d int32 on the batch's device, the slot in which the bucket padding inside a row ``[1, T]``
             begins. It is a tensor, since a compiled region must not read a number that changes. None without a bucket.
-        is_empty: whether the batch has no real token. It then runs as one throw-away token whose results are dropped,
-            so that gradients exist (and are zero) on every rank.
+        is_empty: whether the batch has no real token. The batch then runs as one throw-away token, whose results are
+            dropped, so that every rank has gradients (of zero).
         starts_rows: whether the host knows that every sequence begins in column 0 of its row.
     """
 
@@ -64,7 +64,7 @@ class Padding:
         shape = (*self.batch_shape, *x_1T.shape[2:])
         x_T = x_1T.squeeze(0)
         slots = self.repad_flat(x_T)
-        return reshaped(slots, shape) if len(slots) > len(x_T) else slots.reshape(shape)  # new, or x itself
+        return reshaped(slots, shape) if len(slots) > len(x_T) else slots.reshape(shape)  # a new tensor, or x itself
 
     def repad_flat(self, x_T: Tensor) -> Tensor:
         """Re-pad ``[T, ...]`` to ``[B * S, ...]``, for outputs that a stock model returns without a batch dimension."""
@@ -74,7 +74,7 @@ class Padding:
             return x_T
         rows, columns = self.batch_shape
         if self.is_empty:
-            # keeps the graph with a gradient of zero; the throw-away token is overwritten, as it may not be finite
+            # keeps the graph, with a gradient of zero; the throw-away token is overwritten, since it may not be finite
             x_T = x_T.masked_fill(torch.ones_like(x_T, dtype=torch.bool), 0)
         elif rows * columns == len(x_T):
             return x_T  # every slot holds a real token, and the indices only serve the bucket padding

@@ -2,8 +2,8 @@
 
 If attention alone mixes tokens, a token's hidden state depends only on its position and the tokens before it. Sequences
 that begin alike (a prompt with its chosen and rejected completions, a group of completions, a system prompt of many
-chats) form a trie, and only its nodes have to be computed: norms, projections and MLPs run on each node once. Attention
-gets every sequence whole (:func:`fastpack.attention_dispatch.attend`).
+chats) form a trie, and only the nodes of the trie have to be computed: norms, projections and MLPs run on each node
+once. Attention gets all tokens of every sequence (:func:`fastpack.attention_dispatch.attend`).
 
 Shape suffixes: T tokens of all sequences, N sequences, U kept tokens.
 """
@@ -46,10 +46,13 @@ class Prefixes:
         return sum(self.shared)
 
     def copies(self, lengths: Sequence[int], device: torch.device) -> Copies:
-        """Return which token is a copy of which, for sequences of these lengths; made on the host and sent."""
+        """Return which token is a copy of which other token, for sequences of these lengths.
+
+        The tensors are made on the host and sent to the device.
+        """
         starts = list(accumulate(lengths, initial=0))
         own = torch.arange(starts[-1])
-        kept = own.clone()  # [T]: the token that is kept in place of each
+        kept = own.clone()  # [T]: the token that is kept in place of each token
         for (before, here), count in zip(pairwise(self.order), self.shared[1:], strict=True):
             if count:
                 kept[starts[here] : starts[here] + count] = kept[starts[before] : starts[before] + count]
@@ -69,7 +72,7 @@ class SharedTokens:
     """The kept tokens of a batch with shared prefixes.
 
     Attributes:
-        copies: which of the T tokens is a copy of which of the U kept ones.
+        copies: the kept token, one of U, that each of the T tokens is a copy of.
         position_ids: int64 ``[1, U]``, the positions of the kept tokens.
     """
 
@@ -101,12 +104,13 @@ class SharedTokens:
 def find_prefixes(lengths: Sequence[int], ids_T: Tensor, positions_T: Tensor | None = None) -> Prefixes:
     """Find the longest prefixes that sequences share: neighbours in lexicographic order have the most in common.
 
-    This costs a sort of N strings, and log2(length) memory comparisons for each.
+    This costs a sort of N strings, and log2(length) memory comparisons for each string.
 
     Args:
         lengths: the tokens of each sequence.
         ids_T: ``[T]`` on the host; they are compared as int32.
-        positions_T: ``[T]`` on the host, which have to agree as well; None if they restart at 0 in each sequence.
+        positions_T: ``[T]`` on the host; shared tokens have equal positions too. None if positions restart at 0 in each
+            sequence.
     """
     columns = [ids_T] if positions_T is None else [ids_T, positions_T]
     table = torch.stack([column.to(torch.int32) for column in columns], 1)

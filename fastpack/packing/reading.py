@@ -2,7 +2,7 @@
 
 Only this module knows how other libraries spell packing: ``cu_seq_lens_q``, ``max_length_q``, ``seq_idx``, restarting
 ``position_ids``, integer segment masks and 4-D masks of blocks. It synchronises with the device at most once a batch,
-and refuses a batch that contradicts itself. Lengths that a collator has read are believed: code that changes the batch
+and refuses a batch that contradicts itself. It trusts lengths that a collator has read: code that changes the batch
 later must leave the sequences where they are, or remove the lengths.
 """
 
@@ -39,8 +39,8 @@ def read_inputs(
         keywords: the packing keywords of the batch that are not None.
         device: the batch's device.
         attention_mask: as in :func:`~fastpack.packing.inputs.read_packing`.
-        position_ids: as there.
-        ids: as there.
+        position_ids: as in :func:`~fastpack.packing.inputs.read_packing`.
+        ids: as in :func:`~fastpack.packing.inputs.read_packing`.
     """
     rows, columns = shape
     slots = rows * columns
@@ -82,7 +82,7 @@ def read_inputs(
         )
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 
-    # the input that says outright where sequences begin: offsets, lengths, or a mask that numbers them
+    # the input that states where sequences begin: offsets, lengths, or a mask that numbers them
     numbered = blocks or bool((new_segment & ~new_row).any())
     author = "attention_mask (its segments)" if numbered else None
     explicit = _explicit_boundary(keywords, host, index, row=row, implied=boundary, slots=slots)
@@ -230,7 +230,7 @@ def _explicit_boundary(
         index: ``[T]``, the slot of each real token in the flattened batch.
         row: ``[T]``, the row of each real token.
         implied: bool ``[T - 1]``, the boundaries that rows and the mask make.
-        slots: the number of real tokens and padding.
+        slots: the number of slots of the batch, for real tokens and padding.
 
     Returns:
         The keyword, and bool ``[T - 1]``; None if no keyword states boundaries.
@@ -265,7 +265,7 @@ def _explicit_boundary(
             raise PackingError(f"seq_idx holds {numbers.numel()} entries, but the batch has {total} tokens.")
         changes = (numbers if numbers.numel() == total else numbers[index]).diff() != 0
         if getattr(keywords["seq_idx"], "ndim", 1) == 2 and len(keywords["seq_idx"]) > 1:
-            changes |= row.diff() != 0  # each row numbers its own
+            changes |= row.diff() != 0  # each row numbers its own sequences
         sources["seq_idx"] = changes.nonzero()[:, 0] + 1
     if not sources:
         return None
@@ -321,7 +321,7 @@ def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tenso
         raise PackingError(
             f"{author} and position_ids disagree: token {at + 1} should {what}, but its position "
             f"is {int(step[at]):+d} from the token before. position_ids must restart where a sequence begins "
-            "and grow by 1 inside it; leave them out to have them made."
+            "and grow by 1 inside it. Or leave them out: the model makes them."
         )
 
 

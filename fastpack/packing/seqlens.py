@@ -1,11 +1,11 @@
-"""``PackedSeqLens``: the lengths of a batch's sequences, and all that follows from them.
+"""``PackedSeqLens``: the lengths of a batch's sequences, and the values that are derived from them.
 
-Shape suffixes: B rows and S columns of the batch as it came; T tokens; N sequences.
+Shape suffixes: B rows and S columns of the original batch; T tokens; N sequences.
 
-A batch has one such object. :mod:`fastpack.packing.inputs` builds it from the batch's tensors, and the forwards hand it
-down as the keyword ``packed_seq_lens``. Its parts have files of their own: :mod:`fastpack.packing.padding` un-pads,
-:mod:`fastpack.packing.buckets` rounds sizes up so that they repeat from batch to batch, and
-:mod:`fastpack.packing.prefixes` keeps each token of a shared prefix once.
+Each batch has one ``PackedSeqLens``. :mod:`fastpack.packing.inputs` builds it from the batch's tensors, and the
+forwards pass it on as the keyword ``packed_seq_lens``. Its parts have files of their own:
+:mod:`fastpack.packing.padding` un-pads, :mod:`fastpack.packing.buckets` rounds sizes up so that they repeat from batch
+to batch, and :mod:`fastpack.packing.prefixes` keeps each token of a shared prefix once.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, eq=False)
 class PackedSeqLens:
-    """The lengths of the sequences of one batch, and all that follows from them.
+    """The lengths of the sequences of one batch, and the values that are derived from them.
 
     Build it with :meth:`from_lengths`, or let the model read it from the batch. It is immutable. Values that are
     derived from it (a block mask, groups of equal length) are computed once and kept with it.
 
-    A patched model tells the sequences of a batch apart by these inputs:
+    A patched model reads where the sequences of a batch begin and end from these inputs:
 
     - A padded batch ``[B, S]``, padded on the right, the left or both: an ``attention_mask`` of 0 and 1.
     - A flattened batch ``[1, T]``: ``packed_seq_lens=[...]``, ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``seq_idx``, or
       ``position_ids`` that restart.
     - Several packed rows ``[B, S]``: the same, or an ``attention_mask`` that numbers the segments (1, 1, 2, 2, 0), or a
-      4-D one ``[B, 1, S, S]`` with one causal block a sequence.
+      4-D mask ``[B, 1, S, S]`` with one causal block for each sequence.
 
-    The first of the following that comes with a batch says where sequences begin. Every row begins one, too.
+    Of the following inputs, the first one that a batch has says where sequences begin. Every row begins a sequence,
+    too.
 
-    1. A ``PackedSeqLens`` that a collator read from a batch of this shape. It is believed: code that masks or permutes
-       the batch afterwards must remove it.
+    1. A ``PackedSeqLens`` that a collator read from a batch of this shape. The model trusts it: code that masks or
+       permutes the batch afterwards must remove it.
     2. ``packed_seq_lens``, ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``seq_idx``, which must agree.
-    3. An ``attention_mask`` that numbers segments, or a 4-D one.
+    3. An ``attention_mask`` that numbers segments, or a 4-D mask.
     4. ``position_ids``: a position that does not grow begins a sequence. Positions of padding are ignored.
     5. None of these: each row is one sequence, without the slots that the mask hides.
 
-    Inputs that contradict each other raise a :class:`fastpack.PackingError` that names both. So do
+    Inputs that contradict each other raise a :class:`fastpack.PackingError` that names both. The following inputs raise
+    it too:
 
     - lengths or offsets that don't sum to the number of real tokens, and sequences that run over the end of a row;
     - a mask of another shape, with padding inside a sequence, or with negative or fractional values;
@@ -65,31 +67,32 @@ class PackedSeqLens:
       ``packed_seq_lens`` if no slot is padding, since a jump may also be a new sequence;
     - ``max_length_q`` or ``max_length_k`` below the longest sequence;
     - a packed batch that asks for a cache or for attention weights, which run the stock forward, or that reaches a
-      sequence classifier, which gives one result a row.
+      sequence classifier, which returns one result for each row.
 
     The first label of each sequence is ignored in a packed batch: the loss shifts labels, so it would be predicted from
     the last token of the sequence before. Outputs per token go back to the batch's shape, with zeros in padding.
 
-    The model reads the lengths once a step, for which the host waits for the device, unless a collator did so
-    (:func:`fastpack.with_packed_seq_lens`).
+    The model reads the lengths once a step, and the host waits for the device meanwhile, unless a collator has read
+    them (:func:`fastpack.with_packed_seq_lens`).
 
     Attributes:
         lengths: N Python ints, each at least 1: the tokens of each sequence, in order.
-        cu_seqlens: int32 ``[N + 1]``, on the batch's device: offsets, from 0 to T. In a bucket there are as many as
-            the bucket has; the last offset is repeated for sequences without a token.
+        cu_seqlens: int32 ``[N + 1]``, on the batch's device: offsets, from 0 to T. In a bucket, N is the bucket's
+            number of sequences; the last offset is repeated for sequences without a token.
         position_ids: int64 ``[1, T]``: the position of each token in its sequence.
-        max_seqlen: the longest length, or the bucket's bound on it. It is stored, so that a compiled region that reads
-            it need not read the lengths, for each of which it would compile anew.
+        max_seqlen: the longest length, or the bucket's bound on it. It is stored so that a compiled region need not
+            read ``lengths``, since it would compile anew for each of them.
         padding: the slots of the batch that the lengths were read from.
         bucket: the sizes that the batch was rounded up to, or None.
         bucket_padding: the lengths of the last sequences, which fill the bucket up.
         is_unwindowed: whether a 4-D mask lets each token see all of its sequence before it, whatever the model's
             window.
         prefixes: the prefixes that the sequences share, if they were looked for when the batch was read.
-        shared: the tokens of those prefixes, for modules that run on each of them once; None if modules run on all T
-            tokens. All other attributes describe the whole batch.
-        row_count: the number of real tokens as a tensor on the device, in a CUDA graph, which is replayed with batches
-            of other lengths. The other tokens begin as zeros, and matmuls may leave them out.
+        shared: the tokens of those prefixes, for modules that run on each of these tokens once; None if modules run on
+            all T tokens. All other attributes describe the whole batch.
+        row_count: the number of real tokens, as a tensor on the device; None outside of CUDA graphs. A graph is
+            replayed with batches of other lengths. The tokens after the real ones begin as zeros, and matmuls may skip
+            them.
 
     Example:
         >>> packed = PackedSeqLens.from_lengths([3, 2])
@@ -117,7 +120,7 @@ class PackedSeqLens:
 
         Args:
             lengths: N ints, or a 1-D tensor of them. A tensor on a GPU costs one synchronisation.
-            device: where the offsets and positions are made; the batch's device.
+            device: the device of the batch, on which the offsets and positions are made.
 
         Raises:
             PackingError: a length below 1, or no length at all.
@@ -174,7 +177,7 @@ class PackedSeqLens:
         return replace(map_tensors(self, lambda x: x.to(device, non_blocking=non_blocking)), _memo={})
 
     def pin_memory(self) -> PackedSeqLens:
-        """Return the same lengths in pinned memory, for torch's data loader: the host need not wait for their copy."""
+        """Return the same lengths in pinned memory, for torch's data loader, so that their copy is asynchronous."""
         return replace(map_tensors(self, Tensor.pin_memory), _memo={})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,9 +195,9 @@ class PackedSeqLens:
     def bucketed(self, bucket: Bucket | None = None) -> PackedSeqLens:
         """Return the same batch with its sizes rounded up, so that they repeat from one batch to the next.
 
-        Further sequences, the bucket padding, fill T up. :meth:`unpad` copies the batch's first token for them (a norm
-        could divide by zeros), and :meth:`repad` drops them, so that their gradient is zero. No sequence sees another's
-        tokens, so the real ones don't change.
+        Extra sequences, the bucket padding, fill T up. For their tokens, :meth:`unpad` copies the batch's first token,
+        since a norm could divide by zero otherwise. :meth:`repad` drops them, so that their gradient is zero. No
+        sequence sees another's tokens, so the results of real tokens don't change.
 
         Args:
             bucket: the sizes; by default those of :meth:`Bucket.of`, the smallest that hold this batch.
@@ -259,7 +262,7 @@ class PackedSeqLens:
         """Return the same batch with each token of its prefixes kept once, for modules inside a backbone.
 
         Attention then takes and returns ``[U, heads, dim]``, where U counts the kept tokens. A policy and its reference
-        model may get the same object, and share the result.
+        model may get the same object, and then share the result.
         """
 
         def build() -> PackedSeqLens:
@@ -308,7 +311,7 @@ def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     """Return the lengths as Python ints.
 
     Raises:
-        PackingError: there is none, one is below 1, or they are not whole numbers.
+        PackingError: there is no length, a length is below 1, or one is not a whole number.
     """
     if isinstance(lengths, Tensor):
         check_vector(lengths)

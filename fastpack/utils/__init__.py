@@ -1,1 +1,1 @@
-"""Helpers that every part needs and none owns: torch's hooks, classes, signatures, sharded weights, the compiler."""
+"""Helpers that several parts use: torch's hooks, classes, signatures, sharded weights, the compiler and others."""

@@ -1,4 +1,4 @@
-"""Find the class that says what a module computes, beneath the classes that others put over it."""
+"""Find the class that defines what a module computes, beneath the classes that other code put over it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastpack.errors import PatchError
 from fastpack.utils.compile import cached_constant, constant
 
 _COMPUTING_METHODS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
-"""Special methods that change what a module computes; the others copy, restore or print it."""
+"""Special methods that change what a module computes; the other special methods copy, restore or print it."""
 
 
 _DESCRIPTIVE_NAMES = (
@@ -34,10 +34,10 @@ _DESCRIPTIVE_NAMES = (
 
 
 def stock_class(module: nn.Module) -> Any:
-    """Return a module's class, or the class beneath those that FSDP2, a parametrization or a user put over it.
+    """Return a module's class, or the one beneath if FSDP2, a parametrization or a user put other classes over it.
 
-    A user's subclass is skipped only if it changes nothing that it inherits. One with its own forward is the stock
-    class.
+    A user's subclass is skipped only if it changes nothing that it inherits. A subclass with its own forward counts as
+    the stock class.
     """
     return _stock_of(type(module))
 
@@ -60,7 +60,7 @@ def shadowed(module: nn.Module) -> list[str]:
 
 @cached_constant
 def names_in(function: Any) -> tuple[str, ...]:
-    """Return the globals and attributes that a function reads, beneath all that wraps it."""
+    """Return the globals and attributes that a function reads, beneath all of its wrappers."""
     return inspect.unwrap(function).__code__.co_names
 
 
@@ -76,8 +76,8 @@ def _adds_nothing(cls: type) -> bool:
 def changes_of(cls: Any) -> list[str]:
     """Return the names that a class, or a mixin of it that is not a module, overrides.
 
-    Descriptive names such as a config class don't count: remote code sets them. An ``__init__`` counts only beside a
-    config class of its own, since it may then build something else from settings that no other class has.
+    Descriptive names such as a config class don't count: remote code sets them. An ``__init__`` counts only if the
+    class also has its own config class: it may then build something else, from settings that no other class has.
     """
     modules = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
     mixins = [base for base in cls.__bases__ if base not in modules]
@@ -99,7 +99,7 @@ def _differ(cls: object, base: object, name: str) -> bool:
 
 
 def unwrapped(function: Any) -> Any:
-    """Return the function beneath the decorators of transformers and torch; other people's decorators stay."""
+    """Return the function beneath the decorators of transformers and torch; decorators of other packages stay."""
 
     def is_foreign(wrapper: object) -> bool:
         return defined_in(wrapper).split(".")[0] not in ("transformers", "torch", "contextlib")
@@ -110,13 +110,13 @@ def unwrapped(function: Any) -> Any:
 def defined_in(forward: object) -> str:
     """Return the name of the module whose globals a forward reads.
 
-    ``__module__`` does not tell: TRL gives its forward the name of the one that it replaces.
+    ``__module__`` does not show it: TRL gives its forward the names of the forward that it replaces.
     """
     return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
 
 
 def place_of(code: object) -> str:
-    """Return the dotted name of a function, a class or an object's class, after the module in which it was written.
+    """Return the dotted name of a function, a class or an object's class, with the module in which it was written.
 
     A function's module is the one whose globals it reads, whatever its ``__module__`` says. Decorators of torch and
     transformers are looked through.
@@ -136,12 +136,12 @@ def package_of(code: object) -> str:
 
 @constant
 def is_upstreams(function: object) -> bool:
-    """Return whether a function is written in transformers or torch, and decorated by these alone."""
+    """Return whether a function is written in transformers or torch, and decorated by these packages alone."""
     return package_of(function) in ("transformers", "torch")
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """Return the place of a forward that somebody assigned to a module's class, or None if the class has its own.
+    """Return the place of a forward that other code assigned to a module's class, or None if the class has its own.
 
     The class is that of :func:`stock_class`; a class that a user wrote has its own forward.
     """
@@ -149,7 +149,7 @@ def replaced_forward(module: nn.Module) -> str | None:
 
 
 def foreign_forward(cls: Any) -> str | None:
-    """Return the place of a forward that somebody assigned to a class, or None if the class has its own."""
+    """Return the place of a forward that other code assigned to a class, or None if the class has its own."""
     own = cls.__module__.split(".")[0] not in ("transformers", "torch") or is_upstreams(cls.forward)
     return None if own else place_of(cls.forward)
 
@@ -157,8 +157,8 @@ def foreign_forward(cls: Any) -> str | None:
 class Classes:
     """The classes of the patched modules, as they were at the last check.
 
-    Our forward computes what the module's class computed at the patch. A class that is put over it later, or a forward
-    that is assigned to the class, is noticed at the model's next forward.
+    Our forward computes what the module's class computed at the patch. If other code later puts a class over it, or
+    assigns a forward to the class, the model's next forward notices.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Classes:
         self._forwards: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the places of forwards, as not every forward can be pickled."""
+        """Return the state with the places of forwards, since some forwards can't be pickled."""
         return {"classes": self._classes, "places": {cls: place_of(forward) for cls, forward in self._forwards.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ class Classes:
         self._forwards |= {cls: cls.forward for cls in map(stock_class, forwards)}
 
     def check(self) -> None:
-        """Raise if a module computes something else than at the patch. This costs one comparison a class.
+        """Raise if a module computes something other than at the patch. This costs one comparison for each class.
 
         Raises:
             PatchError: a module has another class, or a class has another forward; the message names both.
@@ -190,7 +190,7 @@ class Classes:
             if cls.forward is not forward:
                 raise PatchError(
                     f"the forward of {cls.__name__} became {place_of(cls.forward)} after the patch; fastpack computes "
-                    "the one before it. Assign the class's own forward again, or call unpatch(model) and patch anew."
+                    "the earlier one. Assign the class's own forward again, or call unpatch(model) and patch anew."
                 )
         for at, (module, before) in enumerate(self._classes):
             now = type(module)

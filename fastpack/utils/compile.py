@@ -1,6 +1,6 @@
-"""A patched model under ``torch.compile``.
+"""Run a patched model under ``torch.compile``.
 
-Patch the model first, then compile all of it. Its batches need lengths that the collator has read::
+Patch the model first, then compile all of it. Its collator has to read the lengths of each batch::
 
     packed = PackedSeqLens.from_lengths(lengths).bucketed()
     batch = {
@@ -10,14 +10,14 @@ Patch the model first, then compile all of it. Its batches need lengths that the
     }
     model = torch.compile(fastpack.patch(model), fullgraph=True)
 
-All that the compiler guards, shapes included, belongs to the bucket, so there are no more compilations than buckets. By
-default torch compiles for the first sizes and then once for all sizes; with ``dynamic=False`` it compiles each bucket
-(for more than eight buckets raise ``torch._dynamo.config.recompile_limit``). Without ``bucketed()`` it also ends with
-one compilation for all sizes.
+Everything that the compiler guards on, shapes included, is the same for all batches of a bucket, so there are no more
+compilations than buckets. By default torch compiles for the first sizes and then once for all sizes; with
+``dynamic=False`` it compiles each bucket (for more than eight buckets raise ``torch._dynamo.config.recompile_limit``).
+Without ``bucketed()`` it also ends with one compilation for all sizes.
 
-Of any other batch (padded, or with restarting ``position_ids``) the host reads the lengths before the compiled region,
-which ``fullgraph=True`` does not allow. Don't compile layers one by one: each has its own forward, so each would be
-compiled.
+For any other batch (padded, or with restarting ``position_ids``), the host reads the lengths before the compiled
+region, which ``fullgraph=True`` does not allow. Don't compile layers one by one: each has its own forward, so each
+would need its own compilation.
 
 Our kernels and autograd Functions are not used here: the compiler fuses the plain definitions with their neighbours.
 Attention runs on ``torch_varlen`` if that serves the call, else on any backend as one operator
@@ -95,8 +95,7 @@ def constant(function: Callable[Arguments, Output]) -> Callable[Arguments, Outpu
     Such a function gives the same result for the same arguments as long as the process lives. The results are strings,
     bools, numbers, None or tuples of these.
     """
-    # torch.compiler.assume_constant_result sets the same mark, but imports the compiler, which `import fastpack` must
-    # not
+    # torch.compiler.assume_constant_result sets the same mark, but `import fastpack` must not import the compiler
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -30,17 +30,17 @@ def counted(number: int, what: str, several: str = "s") -> str:
 
 
 def headed(*names: str, title: str | None = None, right: Collection[str] = ()) -> Table:
-    """Return an empty table with these columns; those in ``right`` hold numbers, and the last one does not wrap."""
+    """Return an empty table with these columns; ``right`` names those of numbers, and the last column does not wrap."""
     from rich import box
     from rich.table import Column, Table
 
     columns = [Column(name, justify="right" if name in right else "left") for name in names]
-    columns[-1].no_wrap = True  # a verdict is read on a narrow terminal too
+    columns[-1].no_wrap = True  # so that a verdict can be read on a narrow terminal too
     return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 
 def room_for(width: int) -> int:
-    """Return a width in columns, or the terminal's (or that of ``COLUMNS``) if it has fewer."""
+    """Return a width in columns, or the terminal's width (or that of ``COLUMNS``) if it is smaller."""
     return min(width, shutil.get_terminal_size((width, 0)).columns)
 
 

@@ -1,6 +1,6 @@
 """Tell whether calling a module does more than run its class's forward, and how a module is checkpointed.
 
-A module that does more has to be called: reading its weights would skip the hooks.
+Such a module has to be called: reading its weights instead would skip the hooks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def carries_hooks(module: nn.Module) -> bool:
 def own_forward(module: nn.Module) -> Any:
     """Return the forward that was set on the instance, or None.
 
-    The class's own forward does not count, which accelerate's hooks leave on the instance.
+    The class's own forward does not count: accelerate's hooks leave it on the instance.
     """
     forward = module.__dict__.get("forward")
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
@@ -54,8 +54,8 @@ def hooks_for_every_module() -> bool:
 def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]:
     """Return how transformers checkpoints a module.
 
-    That is ``plain`` or ``reentrant`` for torch's two kinds, ``own`` for a function that we don't know, and empty for a
-    module that is not checkpointed.
+    The result is ``plain`` or ``reentrant`` for torch's two kinds, ``own`` for a function that we don't know, and empty
+    for a module that is not checkpointed.
     """
     function = module.__dict__.get("_gradient_checkpointing_func")
     if function is None:

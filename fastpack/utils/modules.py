@@ -1,4 +1,4 @@
-"""A backbone's decoder layers, and the training mode of a model's modules."""
+"""Find a backbone's decoder layers, and put a model in evaluation mode for a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multimodal")
-"""Words in the names of modules that embed something else than text."""
+"""Words in the names of towers: modules that embed something other than text."""
 
 
 def decoder_layers(backbone: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
-"""Types of the objects of transformers, PEFT and TRL that fastpack hands around.
+"""Types of the objects of transformers, PEFT and TRL that fastpack passes around.
 
 Each type lists the attributes that fastpack reads. Attributes that only some objects have are read with ``getattr``. A
-protocol can't say that something is a module, so models and layers are classes here; nobody makes an instance of them.
+protocol can't say that something is a module, so models and layers are classes here. These classes have no instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A replacement of one object's method: it is installed on the instance, disabled, undone, pickled and inspected."""
+"""Replace a method of one object by a function that can be disabled, undone, pickled and inspected."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ RuntimeT = TypeVar("RuntimeT")
 FORWARDS = ("forward", "_old_forward")
 """The attributes that hold a module's forward. Accelerate's hooks keep the forward that they wrap in the second."""
 FORWARD_COPY = "_fastpack_forward"
-"""The attribute that holds a second reference to our forward of a norm or MLP, for when a drop-in is put over it
-(:mod:`fastpack.layers.liger`)."""
+"""The attribute that holds a second reference to our forward of a norm or MLP, in case a drop-in is put over that
+forward (:mod:`fastpack.layers.liger`)."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # no __dict__, which functools.wraps would copy onto a wrapper
 class Replacement(Generic[SpecT, RuntimeT]):
-    """A function of fastpack's in the place of one method of one object.
+    """A function of fastpack that takes the place of one method of one object.
 
-    It calls ``function(replacement, *args, **kwargs)`` with the method's arguments. Trainers and accelerate wrap the
-    method that an object has, and keep a reference that nobody can remove. A replacement that they keep is disabled
-    instead: it then calls the method that was there before.
+    A call runs ``function(replacement, *args, **kwargs)`` with the method's arguments. Trainers and accelerate wrap an
+    object's method, and keep a reference to it that can't be removed. If they keep a replacement, it is disabled
+    instead of removed: it then calls the method that was there before.
 
     Attributes:
         owner: the module or trainer.
-        name: the attribute of the instance that holds it; ``_old_forward`` if accelerate's hooks wrap it.
+        name: the attribute of the instance that holds the replacement; ``_old_forward`` if accelerate's hooks wrap it.
         function: the function that computes.
-        spec: the facts that the function reads, mostly those of the module in the family's row.
+        spec: the facts that the function reads, mostly those in the family's row about the module.
         runtime: the object that all replacements of one model share.
-        earlier: the instance's own method before, or None if it had its class's.
-        enabled: whether a call runs ``function``, or else :meth:`stock`.
+        earlier: the method that the instance itself had before, or None if it had only its class's.
+        enabled: whether a call runs ``function``; if not, it runs :meth:`stock`.
     """
 
     owner: Any
@@ -53,13 +53,13 @@ class Replacement(Generic[SpecT, RuntimeT]):
     enabled: bool = True
 
     def install(self) -> None:
-        """Set it on the instance."""
+        """Set the replacement on the instance."""
         self.earlier = vars(self.owner).get(self.name)
         setattr(self.owner, self.name, self)
 
     @property
     def module(self) -> Any:
-        """The owner, under the name that every change of a model has."""
+        """The owner, under the name that :class:`PreHook` has too."""
         return self.owner
 
     @property
@@ -68,7 +68,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
         return "forward" if self.name in FORWARDS else self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function, or the stock method while disabled."""
+        """Run the function, or the stock method if the replacement is disabled."""
         if args and args[0] is self.owner:  # accelerate's unwrap_model binds it as a method
             args = args[1:]
         return self.function(self, *args, **kwargs) if self.enabled else self.stock(*args, **kwargs)
@@ -81,9 +81,9 @@ class Replacement(Generic[SpecT, RuntimeT]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of the class's method, by which trainers drop columns.
+        """The signature of the class's method. Trainers drop columns that are not in it.
 
-        ``__wrapped__`` would show it too, but accelerate unwraps along that.
+        ``__wrapped__`` would give the same signature, but accelerate would unwrap the replacement by it.
         """
         return inspect.signature(getattr(type(self.owner), self.method).__get__(self.owner))
 
@@ -95,7 +95,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
             # a method is pickled as its owner's attribute, which is this replacement by now
             function = earlier.__func__
             own = function is getattr(type(self.owner), self.method)
-            # TRL's forward has the name of another function and can't be pickled: the copy runs the class's
+            # TRL's forward has the name of another function and can't be pickled: the copy runs the class's forward
             state["earlier"] = None if own or not _is_importable(function) else _Function(function)
         return state
 
@@ -107,7 +107,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
             self.earlier = MethodType(self.earlier.function, self.owner)
 
     def undo(self) -> Restore:
-        """Remove it, or disable it if somebody wraps it. The returned function installs it again."""
+        """Remove the replacement, or disable it if other code wraps it. The returned function undoes this."""
         place = self.place()
         if place is None:
             return self.disable()
@@ -123,7 +123,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
         return _disable(self)
 
     def remove_wrapper(self) -> Restore:
-        """Remove the forward that somebody put over this one, until the returned function is called."""
+        """Remove the forward that other code put over this one, until the returned function is called."""
         theirs = vars(self.owner).get(self.name)
         if self.name not in FORWARDS or theirs is None or self.place() is not None:
             return do_nothing
@@ -131,7 +131,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
         return functools.partial(setattr, self.owner, self.name, theirs)
 
     def place(self) -> str | None:
-        """Return the attribute that holds it, or None if somebody else's method is there, which may call it."""
+        """Return the attribute that holds the replacement, or None if another method is there, which may call it."""
         for name in FORWARDS if self.name in FORWARDS else (self.name,):
             method = vars(self.owner).get(name)
             # accelerate's unwrap_model() binds the forward beneath its own as a method
@@ -142,7 +142,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
 
 @dataclass(eq=False)
 class PreHook(Generic[SpecT, RuntimeT]):
-    """A forward pre-hook of fastpack's, which calls ``function(hook, module, args, kwargs)``.
+    """A forward pre-hook of fastpack, which calls ``function(hook, module, args, kwargs)``.
 
     Attributes:
         module: the module that it is registered on.
@@ -158,7 +158,7 @@ class PreHook(Generic[SpecT, RuntimeT]):
     handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function, or do nothing while disabled."""
+        """Run the function, or do nothing if the hook is disabled."""
         return self.function(self, module, args, kwargs) if self.enabled else None
 
     def install(self) -> None:
@@ -178,7 +178,7 @@ class PreHook(Generic[SpecT, RuntimeT]):
 
 @dataclass(frozen=True)
 class _Function:
-    """The function of a method of the owner, in a pickled replacement."""
+    """The function of an earlier method of the owner, in a pickled replacement."""
 
     function: Callable[..., Any]
 

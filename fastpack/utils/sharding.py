@@ -17,10 +17,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_gathered(weight: Tensor) -> bool:
-    """Return whether a sharded weight is whole while its layer runs, which is so if nothing but FSDP2 splits it.
+    """Return whether a sharded weight is whole while its layer runs: it is if only FSDP2 splits it.
 
-    A weight that tensor parallelism splits too stays a DTensor. FSDP2 shards over a mesh of one dimension. With hybrid
-    sharding it shards over the second of two dimensions and replicates over the first.
+    If tensor parallelism splits the weight too, it stays a DTensor. FSDP2 shards over a mesh of one dimension. With
+    hybrid sharding it shards over the second of two dimensions and replicates over the first.
     """
     placements = getattr(weight, "placements", None)  # of a DTensor, which not every build of torch has
     if placements is None:
@@ -29,16 +29,16 @@ def is_gathered(weight: Tensor) -> bool:
 
 
 def is_partitioned(weight: Tensor) -> bool:
-    """Return whether a weight is one of ZeRO-3, which is empty outside a call of its module."""
+    """Return whether ZeRO-3 shards a weight, so that it is empty outside a call of its module."""
     return hasattr(weight, "ds_id")
 
 
 def exchange_inside(module: nn.Module) -> list[dist.ProcessGroup]:
     """Return the groups of processes that exchange weights when a module inside this one is called.
 
-    There is none if nothing inside is sharded. The module itself may be sharded: its own weights are whole while it
-    runs. FSDP2's groups are read from the weights that are shards at the moment. If every weight is whole, the group of
-    all processes is returned.
+    There is no group if no module inside is sharded. Whether the module itself is sharded doesn't matter: its own
+    weights are whole while it runs. FSDP2's groups are read from the weights that are shards at the moment. If every
+    weight is whole, the group of all processes is returned.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []

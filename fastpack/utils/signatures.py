@@ -41,14 +41,14 @@ def bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """
     names = parameters(cls.forward)
     if len(args) > len(names):
-        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
+        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, but got {len(args)}")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def wants_tuple(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Remove ``return_dict`` from the arguments, and return whether a tuple is asked for.
+    """Remove ``return_dict`` from the arguments, and return whether a tuple is requested.
 
-    PEFT passes None, which means what the config says.
+    PEFT passes None, which stands for the config's setting.
     """
     return_dict = arguments.pop("return_dict", None)
     return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor from the host to a device, through pinned memory: a copy from other memory waits for the GPU."""
+    """Send a tensor from the host to a device, through pinned memory: other copies wait for the GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -1,7 +1,7 @@
 """The versions of other packages that fastpack needs and was tried with, and the command that installs them.
 
 Only ``pyproject.toml`` says the ranges. A checkout reads that file; an installed fastpack reads its metadata, which is
-made from it.
+made from that file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DISTRIBUTION = "fastpack-train"
 
 NEWEST_TRIED = {"torch": "2.14", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
 """The newest minor release of each package with which the test suite passes, at least on a CPU. With a newer release
-the suite fails until it is entered here, since fastpack's warnings are errors there. Transformers is not listed: each
-of its classes is proved by itself (:mod:`fastpack.families.lock`)."""
+the suite fails until that release is entered here, since the suite makes errors of fastpack's warnings. Transformers is
+not listed: each of its classes is proved by itself (:mod:`fastpack.families.lock`)."""
 
 
 def check_versions(packages: Iterable[str]) -> None:
@@ -37,14 +37,16 @@ def check_versions(packages: Iterable[str]) -> None:
     A pre-release counts as the release that it precedes, and a patch release as its minor release.
 
     Args:
-        packages: names of packages, the same to import and to install. Packages without a known range are skipped.
+        packages: names of packages that have the same name for import and for pip. Packages without a known range are
+            skipped.
 
     Raises:
-        PatchError: a package is too old; the message has its version, the allowed ones, and the command that mends it.
+        PatchError: a package is too old; the message has its version, the allowed versions, and the command that
+            updates it.
 
     Warns:
-        UntriedVersionWarning: some packages are too new; or fastpack was copied here without its metadata, so that
-            nothing is known.
+        UntriedVersionWarning: some packages are too new; or fastpack was copied here without its metadata, so that the
+            needed versions are unknown.
     """
     needed, newer = version_ranges(), []
     for name in sorted(packages):
@@ -54,7 +56,7 @@ def check_versions(packages: Iterable[str]) -> None:
         if is_too_old(name, version):
             raise PatchError(
                 f"{name} {version} is too old: fastpack needs {name}{needed[name]}. Run `{install_command(name)}` and "
-                "start Python anew. Nothing was changed."
+                "restart Python. Nothing was changed."
             )
         if is_untried(name, version):
             newer.append(f"{name} {version} (tried up to {NEWEST_TRIED[name]})")
@@ -114,14 +116,14 @@ def version_ranges() -> dict[str, SpecifierSet]:
 def install_command(*packages: str) -> str:
     """Return the shell command that installs these packages, in the ranges that fastpack needs.
 
-    It names the packages and no extra of fastpack, so it works however fastpack was installed.
+    The command names the packages and no extra of fastpack, so it works however fastpack was installed.
     """
     ranges = version_ranges()
     return " ".join(["pip install", *(shlex.quote(f"{name}{ranges.get(name, '')}") for name in packages)])
 
 
 def _requirements() -> list[str]:
-    """Return all requirements, those of extras included, from the checkout's pyproject.toml or the metadata."""
+    """Return all requirements, extras included, from the checkout's pyproject.toml or the metadata."""
     import tomllib
     from importlib import metadata
 

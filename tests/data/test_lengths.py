@@ -76,7 +76,7 @@ def test_tensors_have_lengths() -> None:
         (iter([1]), r"has no len\(\)"),
         ([], "is empty"),
         ([1, 2], "examples of this list are int"),
-        ([{"text": "a", "label": 1}], "this list has text, label, none of which tells"),
+        ([{"text": "a", "label": 1}], "this list has text, label, none of which counts"),
         ([{"text": "a"}], "prompt_ids . chosen_ids . rejected_ids"),
         ([{"input_ids": [1]}, {"text": "a"}], "example 1 has no input_ids that can be counted: None"),
         ([{"length": 2.5}], r"example 0 has no length that can be counted: 2\.5"),
@@ -95,5 +95,5 @@ def test_streams_and_gaps_of_datasets() -> None:
         lengths_of(stored)
     with pytest.raises(PackingError, match="without streaming=True"):
         lengths_of(stored.to_iterable_dataset())
-    with pytest.raises(PackingError, match="has train, none of which tells"):
+    with pytest.raises(PackingError, match="has train, none of which counts"):
         lengths_of(datasets.DatasetDict({"train": stored}))

@@ -52,7 +52,7 @@ def test_per_token(model_type: str, name: str, config: dict[str, Any]) -> None:
 )
 def test_what_is_about_rows_is_refused(model_type: str, name: str, value: torch.Tensor) -> None:
     model = fastpack.patch(build_tiny(model_type))
-    with pytest.raises(fastpack.UnsupportedModelError, match=f"{name} came with the batch: that is about its rows"):
+    with pytest.raises(fastpack.UnsupportedModelError, match=f"{name} came with the batch: that describes its rows"):
         model(input_ids=IDS, **{name: value})
 
 

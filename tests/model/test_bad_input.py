@@ -211,7 +211,7 @@ def test_a_packed_batch_into_a_sequence_classifier() -> None:
     from transformers import AutoModelForSequenceClassification
 
     model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=2))
-    with pytest.raises(fastpack.PackingError, match="one result a row"):
+    with pytest.raises(fastpack.PackingError, match="one result for each row"):
         model(input_ids=torch.cat(SEQUENCES)[None], packed_seq_lens=LENGTHS)
 
 

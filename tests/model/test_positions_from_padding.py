@@ -85,7 +85,7 @@ def test_one_start_for_all() -> None:
 def test_others_take_no_such_start() -> None:
     """Modules that count from 0 themselves take 0, 1, 2, ... alone."""
     model = fastpack.patch(build("big_bird"))
-    with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. in each sequence came"):
+    with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. in each sequence, and its family"):
         model(**flattened(PADDING + 1))
     assert FAMILIES["big_bird"].repadded
 

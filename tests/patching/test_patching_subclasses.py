@@ -433,7 +433,7 @@ def test_a_prefix_that_names_no_backbone() -> None:
     assert fastpack.report(model).tier == "fast"
     ((what, why),) = fastpack.report(model).skipped
     assert what == "loss"
-    assert "base_model_prefix='transformer' names nothing" in why
+    assert "base_model_prefix='transformer' names no module" in why
     check_exact(model, alone)
 
 

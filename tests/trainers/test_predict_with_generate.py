@@ -127,16 +127,16 @@ def test_a_packed_batch_is_refused() -> None:
     model: Any = fastpack.patch(tiny_model("llama").eval())
     ids = torch.arange(3, 13)[None]
     for lengths in ([4, 6], PackedSeqLens.from_lengths([4, 6])):
-        with pytest.raises(PackingError, match=r"2 sequences in 1 row\(s\) came to generate"):
+        with pytest.raises(PackingError, match=r"generate got packed_seq_lens of 2 sequences in 1 row\(s\)"):
             model.generate(ids, **NEW, packed_seq_lens=lengths)
     rows = torch.cat([ids, torch.zeros_like(ids)])
-    with pytest.raises(PackingError, match=r"2 sequences in 2 row\(s\) came to generate"):
+    with pytest.raises(PackingError, match=r"generate got packed_seq_lens of 2 sequences in 2 row\(s\)"):
         model.generate(rows, attention_mask=(rows != 0).long(), **NEW, packed_seq_lens=[4, 6])
     one_each = torch.cat([ids, ids])
     result = model.generate(one_each, **NEW, pad_token_id=0, packed_seq_lens=[10, 10])
     assert torch.equal(result, model.generate(one_each, **NEW, pad_token_id=0))
     packed = {"input_ids": ids, "position_ids": torch.cat([torch.arange(4), torch.arange(6)])[None]}
-    with pytest.raises(PackingError, match=r"2 sequences in 1 row\(s\) came to generate"):
+    with pytest.raises(PackingError, match=r"generate got packed_seq_lens of 2 sequences in 1 row\(s\)"):
         model.generate(**fastpack.with_packed_seq_lens(lambda _: dict(packed))(None), **NEW)
 
 

@@ -161,7 +161,7 @@ def test_a_wrapper_that_checkpoints_layers_is_refused() -> None:
     layer.forward = lambda *args, **kwargs: checkpoint(plain, *args, use_reentrant=False, **kwargs)
     ids = plain_tokens(1, 8, seed=0)
     loss = model(input_ids=ids, packed_seq_lens=[3, 5]).logits.sum()
-    with pytest.raises(PatchError, match="its packing is not known any more"):
+    with pytest.raises(PatchError, match="its packing is no longer known"):
         loss.backward()
 
 
