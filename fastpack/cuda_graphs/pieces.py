@@ -2,7 +2,7 @@
 
 A device starts a graph only once all of it has been submitted, which takes the host about 1 us a kernel: 1 to 1.5 ms
 for a stack's forward, and as much for its backward (measured). A first piece of one layer is submitted after a tenth of
-that time. It runs longer than the submission of the next four layers takes, and these run longer than that of the rest.
+that time. While it runs, the host can submit the next four layers; while these run, it can submit the rest.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class AttentionTile:
         split: whether a loop of its own, without masks, handles the tiles that every row sees in full. With a window
             there is only one loop.
         registers: the most registers that a thread may use; None leaves this to the compiler, which tends to take all.
-        sharing: several programs share a long walk as long as this makes at most so many programs for each
-            multiprocessor; 0 if none are shared.
+        sharing: the largest number of programs for each multiprocessor up to which several programs share a long walk;
+            0 to share none.
     """
 
     rows: int

@@ -1,6 +1,6 @@
 """Packed causal attention, backward, in two launches.
 
-Equal inputs give equal bits. Only the numbers of tokens and sequences decide the order of a sum.
+With the same numbers of tokens and sequences, equal inputs give equal bits.
 
 Shape suffixes as in :mod:`fastpack.ops.kernels.attention`.
 
