@@ -138,7 +138,7 @@ def test_kernel_of_any_strides(device: str) -> None:
 @pytest.mark.parametrize("rounding", ["before", "after"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], implementation: Any) -> None:
-    """The functions for other Functions give the op's results, and recompute the normalised tensor bit for bit."""
+    """The functions without a graph give the op's results, and recompute the normalised tensor bit for bit."""
     x, grad, direct = random_tensor(3, *shape, device=device, dtype=torch.float16).unbind()
     weight = random_tensor(shape[-1], device=device, dtype=torch.float16).requires_grad_()
     how: dict[str, Any] = {"rounding": rounding, "unit_offset": True, "implementation": implementation}
@@ -194,7 +194,7 @@ def test_recomputed_over_the_gradient(device: str, shape: tuple[int, int], monke
 @pytest.mark.parametrize(("width", "eps"), [(40, EPS), (40, 0.0), (1100, EPS)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_padding(device: str, width: int, eps: float, counted: int) -> None:
-    """They are not read, their results are zeros, and the other rows' results equal those without them bit for bit."""
+    """Padding rows are not read, and their results are zeros. Other rows get the same bits as without padding."""
     x, grad, direct = random_tensor(3, 9, width, device=device, dtype=torch.float32).unbind()
     weight = random_tensor(width, device=device, dtype=torch.float32)
     short = [tensor[:counted].clone() for tensor in (x, grad, direct)]
@@ -314,7 +314,7 @@ def test_unsupported_inputs_raise_if_the_kernel_is_named() -> None:
 
 
 def test_compiled_whole() -> None:
-    """The compiler traces the definition, and its gradients."""
+    """The compiler traces the definition and its gradients."""
     x, weight = torch.randn(4, 16).requires_grad_(), torch.randn(16).requires_grad_()
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
