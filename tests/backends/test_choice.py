@@ -1,4 +1,4 @@
-"""The backend that serves each shape on each machine, and why the others do not."""
+"""The backend that serves each shape on each machine, and the reasons why the others do not."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_no_backend_sees_earlier_segments() -> None:
 
 
 def test_unknown_visibility_is_refused() -> None:
-    """Also compiled, where a region asks for it."""
+    """This also holds when a compiled region makes the check."""
 
     @dataclass(frozen=True)
     class Ahead(Visibility):
@@ -254,7 +254,7 @@ def test_unknown_visibility_is_refused() -> None:
 
 
 def test_a_backend_without_windows_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does not name is another's to serve; by its name it is refused aloud."""
+    """A backend gets no call with a field that it doesn't name in SERVES. Requested by name, it raises an error."""
     assert choose(shape("cpu", window=7)) == "segments"
     monkeypatch.setattr(segments, "SERVES", ())
     assert choose(shape("cpu", window=7)) == "reference"

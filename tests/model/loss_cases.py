@@ -1,4 +1,4 @@
-"""Shared by the tests of the fused loss: heads, runs without logits, and counts of the op's calls."""
+"""Helpers for the tests of the fused loss: heads, runs without logits, and counts of the op's calls."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_a_classifier_that_would_pool_padding(inputs: str, side: str) -> None:
 
 
 def test_lost_packing_is_loud() -> None:
-    """A layer that drops keywords must not leak: its attention raises."""
+    """A layer that drops keywords must not leak, so its attention raises an error."""
     model = fastpack.patch(tiny_model("llama"))
     layer = model.model.layers[0]
     stock = layer.forward

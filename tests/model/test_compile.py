@@ -1,7 +1,7 @@
-"""Patched models under ``torch.compile``: whole graphs, and the results of eager.
+"""Patched models under ``torch.compile``: whole graphs, and the results of eager runs.
 
-Every family is in ``test_compile_families.py``, as few graphs as there are buckets in ``test_compile_buckets.py``, and
-what the compiler meets on the way (operators, facts, kernels) in ``test_compile_parts.py``.
+All families are in ``test_compile_families.py``; ``test_compile_buckets.py`` checks that there are as few graphs as
+buckets. ``test_compile_parts.py`` tests what the compiler meets on the way (operators, facts, kernels).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "rope_type"), [("phi3", "longrope"), ("llama", "dynamic")])
 def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
-    """LongRoPE with its two sets compiles as one graph; dynamic NTK with breaks, to know the longest lengths."""
+    """LongRoPE with its two sets compiles as one graph. Dynamic NTK breaks it to read the longest lengths."""
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
@@ -251,7 +251,7 @@ def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
 
 
 def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:
-    """This holds eagerly too, and for lengths that were rounded up and came with labels that are not masked."""
+    """This also holds eagerly, and for lengths that were rounded up and came with unmasked labels."""
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS, bucketed=False)
     loss = model(**batch).loss

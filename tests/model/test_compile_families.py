@@ -1,6 +1,6 @@
-"""Every family of the fast tier trains as one graph, and so does LoRA over NF4: loss and gradients are those of eager.
+"""Every family of the fast tier, and LoRA over NF4, trains as one graph with the loss and gradients of eager.
 
-The graph is traced out of the fast forwards, and a packing that is not the batch's shows in what it gives.
+The graph is traced from the fast forwards, and a packing that is not the batch's changes its results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _nothing_older_is_collected() -> Iterator[None]:
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """Return a module's settings beside its weights, without the layer's index."""
+    """Return a module's settings besides its weights, without the layer's index."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
     return {name: value for name, value in settings.items() if name != "layer_idx"}
 

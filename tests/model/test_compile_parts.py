@@ -1,4 +1,4 @@
-"""What ``torch.compile`` meets inside a patched model: the attention operator, cached constants, kernels by name."""
+"""The parts of a patched model that ``torch.compile`` meets: attention operator, cached constants, named kernels."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_facts_known_once_are_constants(value: Any) -> None:
 
 
 def test_kernels_by_name_are_not_traced() -> None:
-    """At a graph break they run outside of the compiled code."""
+    """They break the graph, and run outside of the compiled code."""
     x, weight = torch.randn(3, 8), torch.ones(8)
 
     def norm(x: Tensor) -> Tensor:

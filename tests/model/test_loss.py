@@ -67,7 +67,7 @@ def test_every_fast_family(model_type: str, op_calls: Calls) -> None:
 
 @pytest.mark.parametrize("model_type", [name for name in TRAITS if "output_router_logits" not in TRAITS[name]])
 def test_what_a_head_does_beside_its_product_shows(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the test above: the same head without its scale or softcap."""
+    """Negative control of the test above: the same head fails without its scale or softcap."""
     model = tiny_model(model_type, **TRAITS[model_type])
     sequences = make_sequences(VOCAB)
     alone = run_alone(model, sequences)

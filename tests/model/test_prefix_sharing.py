@@ -1,8 +1,8 @@
-"""``patch(model, share_prefixes="auto")``: what sequences begin with alike runs once, and nothing else changes.
+"""``patch(model, share_prefixes="auto")``: the common start of sequences runs once, and nothing else changes.
 
-Every family is in ``tests/families/test_prefix_sharing_families.py``, finding prefixes in
-``tests/packing/test_prefixes.py``, trainers in ``tests/trainers/test_prefix_trainers.py``, what is refused or left
-whole in ``tests/patching/test_prefix_choice.py``.
+All families are in ``tests/families/test_prefix_sharing_families.py``, the search for prefixes in
+``tests/packing/test_prefixes.py``, trainers in ``tests/trainers/test_prefix_trainers.py``. Refused and unshared cases
+are in ``tests/patching/test_prefix_choice.py``.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def test_other_collators() -> None:
 
 @pytest.mark.parametrize("kind", INPUT_KINDS)
 def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both come in one copy: prefixes are found again only if lengths were made without ids."""
+    """One copy brings both. Prefixes are found again only if lengths were made without ids."""
     model = patched(tiny_model("llama"))
     looked: list[int] = []
     original = find_prefixes

@@ -116,9 +116,7 @@ def test_strided_heads_are_as_near_to_float64_as_the_two_ops(
     indexed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cases are heads of a wider tensor, heads before tokens, gradients of both kinds or expanded, and table
-    slices.
-    """
+    """Heads are slices or transposed, gradients are too or are expanded, and tables are slices."""
     from fastpack.ops.kernels import norm_rope as kernels
 
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 4)  # so that each takes several blocks
