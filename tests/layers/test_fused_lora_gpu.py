@@ -38,13 +38,13 @@ UPDATES = {"project": 0, "gated_mlp": 0, "add_updates": 8}
 
 @dataclass(frozen=True)
 class Base:
-    """What LoRA is put on.
+    """The base model under LoRA.
 
     Attributes:
-        dtype: of all that is not quantised; a 4-bit weight computes in it.
-        bits: of the projections' weights, where they are quantised.
+        dtype: the dtype of everything that is not quantised; 4-bit weights compute in it.
+        bits: the bits of the projections' weights, or None if they are not quantised.
         half_lora: A and B are in the dtype of the base, not in float32.
-        prepared: by PEFT: what is not quantised is float32.
+        prepared: PEFT has prepared the model, so everything that is not quantised is float32.
     """
 
     dtype: torch.dtype

@@ -19,7 +19,7 @@ T = 40
 
 @contextlib.contextmanager
 def kept(model: Any) -> Iterator[dict[int, int]]:
-    """Return the number of elements, by their memory, that the first layer without a window saves besides parameters."""
+    """Return the number of elements, by memory, that the first layer without a window saves besides parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     result: dict[int, int] = {}
 

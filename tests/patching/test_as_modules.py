@@ -33,14 +33,14 @@ FUSED = {"project": 4, "gated_mlp": 2, "add_updates": 0}
 
 @dataclass(frozen=True)
 class Case:
-    """A model whose projections are all fused, what keeps some of them from it, and what the report says then.
+    """A model with fused projections, a cause that keeps some of them from it, and the report's reason.
 
     Attributes:
         build: the model.
-        cause: what is done to it, and to the one projection named :data:`WHERE`.
-        reason: in the report, of each projection in ``where``.
-        called: what is called of it: the base layer, where LoRA's update can be fused on top.
-        trains: False where bitsandbytes itself serves inference alone.
+        cause: the change to the model and to its projection :data:`WHERE`.
+        reason: the report's reason for each projection in ``where``.
+        called: the module that is called: the base layer, if LoRA's update can be fused on top.
+        trains: False if bitsandbytes itself supports inference only.
         once: the call itself removes the cause.
     """
 
@@ -146,7 +146,7 @@ def pack_for_a_cpu(module: Any) -> None:
 
 
 def part(name: str) -> Callable[[Any], Any]:
-    """Return LoRA's A, B or dropout of a projection."""
+    """Return a function that returns a projection's LoRA A, B or dropout."""
     return lambda module: getattr(module, name)["default"]
 
 
@@ -265,7 +265,8 @@ def test_reasons(name: str, tmp_path: Path, calls: dict[str, int], called: Count
 
 
 def test_offloaded_with_the_module_around_them() -> None:
-    """accelerate loads a module's weights when the module is called; before, inner ones have neither weights nor hooks."""
+    """accelerate loads weights when the outer module is called. Before, inner modules have neither weights nor hooks.
+    """
     from accelerate import cpu_offload
 
     sequences = make_sequences(VOCAB)

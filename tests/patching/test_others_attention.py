@@ -124,7 +124,7 @@ def test_the_eager_function_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("where", ["_local_mapping", "_global_mapping"])
 def test_masks_of_ones_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such masks decide which tokens attend to which, but a patched model never uses them."""
+    """Such masks decide which tokens attend to which. A patched model would ignore them, so it refuses them."""
     sdpa, eager = (fastpack.patch(tiny_model("llama", attn_implementation=name)) for name in ("sdpa", "eager"))
     monkeypatch.setitem(getattr(ALL_MASK_ATTENTION_FUNCTIONS, where), "sdpa", mine)
     for message in (said_by(sdpa, **BATCH), said_by(fastpack.patch, tiny_model("llama", attn_implementation="sdpa"))):

@@ -370,7 +370,7 @@ def _no_init() -> Iterator[None]:
 
 
 class _Zero:
-    """The change that DeepSpeed's ``zero.Init`` makes to classes, which ``deepspeed.initialize`` suspends for a while."""
+    """The change that DeepSpeed's ``zero.Init`` makes to classes; ``deepspeed.initialize`` suspends it for a while."""
 
     def __init__(self) -> None:
         self.original = nn.Linear.__init__
