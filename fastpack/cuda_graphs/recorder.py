@@ -29,15 +29,15 @@ CAPTURE_ERRORS = range(900, 909)
 
 
 class CaptureRefusedError(Exception):
-    """The error of a forward that can't be recorded. Its text says why. Nothing was changed; it then runs eagerly."""
+    """This forward can't be recorded; the message says why. Nothing was changed, and the forward runs eagerly."""
 
 
 class NoMemoryError(CaptureRefusedError):
-    """The error of too little memory to record. A recording needs more memory than the step, which may well run."""
+    """There was too little memory to record. A recording needs more memory than the step, which may still run."""
 
 
 class GraphPoolError(CaptureRefusedError):
-    """The error of a pass that keeps tensors in memory that replays overwrite; no recording may be replayed again."""
+    """The pass keeps tensors in memory that replays overwrite, so no recording may be replayed again."""
 
 
 Forward = Callable[[], Tensor]

@@ -28,7 +28,7 @@ MIN_WORK_LEFT_OUT = 0.5
 
 
 class HostLengthsError(Exception):
-    """The error of a kernel that asks for lengths on the host while it is recorded. Only the device has them."""
+    """A kernel asked for lengths on the host while it was recorded. Only the device has them."""
 
 
 class _UnreadableLengths(tuple[int, ...]):

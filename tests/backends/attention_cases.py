@@ -26,7 +26,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "long": (601, 1),  # longer than a block of queries of `reference` and `segments`
     "blocks": (128, 128, 130, 1),  # on and beside the edge of a block of FlexAttention
     "ones": (1, 1, 1),
-    "alone": (1,),  # what runs where a batch holds no token at all
+    "alone": (1,),  # the call of a batch without tokens
 }
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -68,7 +68,7 @@ class Case:
         """Return the call with random leaves. Values differ between devices and dtypes by rounding only."""
         generator = torch.Generator().manual_seed(seed)
         packed = PackedSeqLens.from_lengths(LENGTHS[self.lengths], device=device)
-        kv_heads = 1 if self.lengths == "long" else 2  # a T x T formula in float64 costs enough
+        kv_heads = 1 if self.lengths == "long" else 2  # a T x T formula in float64 is costly
         total, heads = packed.total_tokens, kv_heads * self.groups
 
         def leaf(*shape: int) -> Tensor:

@@ -37,7 +37,7 @@ TILED = [
 ]
 
 Cut = Callable[[AttentionTile], None]
-"""Cuts every kernel up so: a fixture of :mod:`conftest`."""
+"""A function that sets every kernel's tile: a fixture of :mod:`conftest`."""
 
 
 def make(lengths: list[int], *, heads: int = 2, kv_heads: int = 1, size: int = 16, **settings: Any) -> AttentionCall:
@@ -66,7 +66,7 @@ def all_and_arrivals(
     out, lse = attention.forward(q, k, v, call.sinks, cu_seqlens, scores, rows=rows)
     arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens)
     if arrivals is not None:
-        arrivals.fill_(77)  # whatever the memory held
+        arrivals.fill_(77)  # memory may hold anything
     shared = {"rows": rows, "arrivals": arrivals}
     dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, scores, **shared)
     dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, scores, **shared)

@@ -132,7 +132,7 @@ def test_block_mask_is_what_torch_makes(lengths: list[int], window: int | None) 
     assert mine.BLOCK_SIZE == theirs.BLOCK_SIZE
     assert mine.seq_lengths == theirs.seq_lengths
     assert torch.equal(mine.to_dense(), theirs.to_dense())
-    for side in ("kv", "q"):  # the second is what the backward walks
+    for side in ("kv", "q"):  # the backward walks over the second
         for kind in ("", "full_"):
             count, indices = (f"{kind}{side}_num_blocks", f"{kind}{side}_indices")
             actual = dense_blocks(getattr(mine, count), getattr(mine, indices))

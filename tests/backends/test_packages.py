@@ -171,7 +171,7 @@ def test_xformers_without_cuda_kernels(machine: Machine, monkeypatch: pytest.Mon
 
 
 def test_xformers_that_does_not_import(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_packages.module(monkeypatch, "xformers")  # and nothing in it
+    fake_packages.module(monkeypatch, "xformers")  # an empty module
     machine(*H100)
     assert "does not import with torch" in str(xformers.rejects(shape()))
 
@@ -281,7 +281,7 @@ def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, mo
         "dropout": {"dropout": 0.1},
     }
     assert doctor.LIMITS.keys() == BACKENDS.keys()
-    for name in BACKENDS.keys() - {"flash_attn"}:  # whose generations differ
+    for name in BACKENDS.keys() - {"flash_attn"}:  # its generations differ
         assert BACKENDS[name].rejects(shape(dtype=HALF)) is None, name
         served = [
             feature for feature, facts in features.items() if not BACKENDS[name].rejects(shape(dtype=HALF, **facts))

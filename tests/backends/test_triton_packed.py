@@ -35,7 +35,7 @@ from fastpack.ops.kernels import attention, attention_backward, launch
 from fastpack.ops.kernels.attention import AttentionTile, Scores
 from fastpack.packing.seqlens import PackedSeqLens
 
-# Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled
+# Triton's interpreter multiplies the bits of bfloat16, so bfloat16 is tested with compiled kernels
 CASES = pairwise({**FACTORS, "lengths": ("mixed", "ones", "alone"), "head_dim": (8, 64), "groups": (1, 4, 7)})
 EVERY = [(case, FLOAT) for case in CASES] + [(case, HALF) for case in CASES[::3]]
 SIZES = [
@@ -159,7 +159,7 @@ def test_offsets_that_repeat() -> None:
         offsets(0, 7, 8, 27, 27, 27, 27),
         offsets(0, 0, 7, 8, 27),
         offsets(0, 7, 7, 7, 8, 8, 27),
-        offsets(*([0] * 260), 7, 8, *([27] * 20)),  # more of them than are read at once
+        offsets(*([0] * 260), 7, 8, *([27] * 20)),  # more offsets than are read at once
     ):
         assert same(all_of(call, cu_seqlens, grad), expected)
     assert not same(all_of(call, offsets(0, 7, 9, 27), grad), expected)
@@ -241,7 +241,7 @@ def test_any_strides() -> None:
         [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (call.q, call.k, call.v)],
         (call.q, stepped, call.v),
     ):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]  # with the strides that they have
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]  # with their strides
         out = triton_packed.run(call.with_qkv(*leaves))
         assert torch.equal(out, expected)
         assert same(list(torch.autograd.grad(out.sum(), leaves)), gradients)

@@ -28,7 +28,7 @@ from fastpack.backends import triton_packed
 from fastpack.ops.kernels import attention, attention_backward
 from fastpack.ops.kernels.attention import AttentionTile
 
-# at most so many pieces, of at least so many steps
+# case, tile, the most pieces of a walk, the fewest steps of a piece
 SHARED = [(case, tile, 4, 1) for case, tile in TILED]
 SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_dim=8), ONE_LOOP, 4, 2)]
 
@@ -49,7 +49,7 @@ def test_shared_walks(
     call = case.make(FLOAT, requires_grad=False)
     lengths, starts = call.packed.lengths, call.packed.cu_seqlens.tolist()
     part, parts = attention.parts_of(case.groups)
-    for counted in (len(lengths), len(lengths) - 2):  # of the last two, one walk was shared
+    for counted in (len(lengths), len(lengths) - 2):  # one walk of the last two sequences is shared
         if counted < len(lengths):
             rows = offsets(starts[counted])
             kept.append(all_and_arrivals(call, call.packed.cu_seqlens, torch.ones_like(call.q), rows)[1])

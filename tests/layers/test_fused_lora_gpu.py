@@ -83,7 +83,7 @@ def build(base: Base, folder: Path, dropout: float = 0.0) -> Any:
     from peft import prepare_model_for_kbit_training
 
     model: Any = tiny_model("llama", **SIZES)
-    with torch.no_grad():  # as tame as with its own sizes: rounding grows less, and less is hidden by it
+    with torch.no_grad():  # smaller weights, as with the tiny sizes: rounding grows less, and hides less
         for parameter in model.parameters():
             parameter.mul_(GAIN if parameter.ndim > 1 else 1)
     if base.bits is None:

@@ -72,7 +72,7 @@ def test_the_layers_are_fast_and_exact(order: str, kind: str, liger: Apply) -> N
     assert any("Liger" in note and f"{3 * len(model.model.layers) + 1} norms and MLPs" in note for note in report.notes)
     result = compare(run_batch(model, sequences, kind), alone)
     assert result.worst <= FLOAT32_BOUND, result
-    # the last norm is outside the layers, and is theirs who came last
+    # the last norm is outside the layers, and belongs to whichever library came last
     assert ({} if order == "Liger first" else {"norm": 1}) == stand_in.CALLS
     fastpack.verify(model)
 

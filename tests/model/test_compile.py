@@ -47,7 +47,7 @@ def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
     loss.backward()
     output = out.logits if "labels" in batch else out.last_hidden_state
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    # a loss of its own has no logits
+    # the fused loss has no logits
     return Result([(loss if output is None else output).detach()], loss.detach(), grads)
 
 
@@ -85,7 +85,7 @@ def test_one_graph_with_the_results_of_eager(family: str) -> None:
         assert error(step(compiled, batch, model), eager[-1]) <= FLOAT32_BOUND
     assert compiler.frame_count == 1
     assert calls_of_ours(compiler.graphs[0]) == 2  # one a layer
-    # negative control: the graph follows the lengths that it is given, and a wrong one shows
+    # negative control: the graph uses the lengths that it gets, and a wrong length shows
     wrong = collate(LENGTHS) | {"packed_seq_lens": collate(SAME_SIZES)["packed_seq_lens"]}
     assert error(step(compiled, wrong, model), eager[0]) > 1e3 * FLOAT32_BOUND
 
@@ -120,7 +120,7 @@ def test_lengths_alone_and_a_bare_backbone() -> None:
         for packed in (batch["packed_seq_lens"], batch["packed_seq_lens"].bucketed()):
             batch["packed_seq_lens"] = packed
             assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
-    assert compiler.frame_count <= 4  # for each of the two kinds one of fixed sizes, and one for any
+    assert compiler.frame_count <= 4  # for each of the two kinds, one frame of fixed sizes and one of symbolic sizes
 
 
 @pytest.mark.sample(1)

@@ -171,7 +171,7 @@ def test_on_a_gpu(attention: str, loss: Any, monkeypatch: pytest.MonkeyPatch) ->
     fastpack.patch(model, attention=attention, loss=loss)
     compiler = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    off = error if loss is None else against  # a loss of its own has no logits
+    off = error if loss is None else against  # the fused loss has no logits
     buckets = set()
     for lengths in RANDOM_BATCHES[:FEW]:
         batch = collate(lengths, device="cuda")

@@ -37,7 +37,7 @@ def test_the_operator(backend: str, more: dict[str, Any]) -> None:
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     expected = BACKENDS[backend].run(call)
     grad = torch.randn(expected.shape, generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):  # does not reach into it
+    with torch.autocast("cpu", torch.bfloat16):  # autocast has no effect inside the operator
         result = opaque.run(backend, call)
         grads = torch.autograd.grad(result, inputs, grad)
     assert relative(result, expected) <= FLOAT32_BOUND
@@ -62,7 +62,7 @@ def test_facts_known_once_are_constants(value: Any) -> None:
 
     @cached_constant
     def fact(name: str) -> Any:
-        asked.append(inspect.currentframe())  # which the compiler could not trace
+        asked.append(inspect.currentframe())  # the compiler could not trace this
         return value
 
     def use(x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def test_what_the_mean_divides_by(settings: dict[str, Any], op_calls: Calls) -> 
     alone = run_alone(model, sequences)
     count = settings.get("num_items_in_batch")
     fastpack.patch(model, loss="fused")
-    # the number may count a packed row's first labels too, but for the very first one
+    # the number may include the first labels of a packed row's sequences, except the row's first
     for kind, in_batch in (("padded right", trained_tokens(sequences)), ("restarting positions", sum(LENGTHS) - 1)):
         factor = 1.0 if count is None else in_batch / int(count)
         scaled = Result(alone.logits, alone.loss * factor, {n: g * factor for n, g in alone.grads.items()})

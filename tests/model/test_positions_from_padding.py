@@ -71,7 +71,7 @@ def test_other_starts_are_refused(model_type: str, start: int) -> None:
         model(**flattened(start))
     batch = flattened(start)
     del batch["position_ids"]
-    model(**batch, packed_seq_lens=LENGTHS)  # as it says
+    model(**batch, packed_seq_lens=LENGTHS)  # as the message says
 
 
 def test_one_start_for_all() -> None:

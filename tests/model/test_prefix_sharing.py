@@ -43,13 +43,13 @@ from fastpack.packing.prefixes import Prefixes, find_prefixes
 
 NAIVE_BOUND = 1e-2
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "gpt_neox", "opt")
-"""Fast and varlen ones: windows, softcap, sinks, latents, experts, learned positions."""
+"""Families of the fast and the varlen tier: windows, softcap, sinks, latents, experts, learned positions."""
 SETTINGS: dict[str, dict[str, Any]] = {"opt": {"dropout": 0.0}}
 
 
 def build(model_type: str) -> nn.Module:
     model = tiny_model(model_type, **SETTINGS.get(model_type, {}))
-    return model.double() if model_type == "opt" else model  # gradients of its key biases are rounding alone
+    return model.double() if model_type == "opt" else model  # its key biases' gradients are only rounding
 
 
 def patched(model: Any) -> Any:
@@ -180,7 +180,7 @@ def test_lora(checkpointing: bool) -> None:
     assert sharing(model).stats.shared == 2
     batch = padded(sequences, "left")
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    with model.disable_adapter(), torch.no_grad():  # the reference, as trainers have it
+    with model.disable_adapter(), torch.no_grad():  # the reference model, as in trainers
         ours = model(**inputs).logits[batch["attention_mask"] != 0]
         assert sharing(model).stats.shared == 3
         fastpack.unpatch(model)

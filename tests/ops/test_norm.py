@@ -30,7 +30,7 @@ def random_weight(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 NORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool, float]] = {
-    # op, centred, what is added to the weight
+    # op, centred, the number that is added to the weight
     "rms, rounded before": (lambda x, w: rms_norm(x, w, EPS), False, 0.0),
     "rms, rounded after": (lambda x, w: rms_norm(x, w, EPS, rounding="after"), False, 0.0),
     "rms, 1 + weight": (lambda x, w: rms_norm(x, w, EPS, rounding="after", unit_offset=True), False, 1.0),

@@ -99,9 +99,9 @@ def test_unsupported_inputs_raise_if_the_kernel_is_named() -> None:
     q, k = random_tensor(T, 4, D), random_tensor(T, 2, D)
     cos, sin = tables(T, D, "half")
     strided = q.repeat_interleave(2, -1)[..., ::2]
-    with pytest.raises(ValueError, match="kernel of RoPE got"):
+    with pytest.raises(ValueError, match="kernel for RoPE got"):
         apply_rope(strided, k, cos, sin, implementation="triton")
-    with pytest.raises(ValueError, match="kernel of RoPE got"):
+    with pytest.raises(ValueError, match="kernel for RoPE got"):
         apply_rope(q, k, cos, sin, positions=torch.arange(T, device=DEVICE).double(), implementation="triton")
     actual, expected = (apply_rope(x, k, cos, sin)[0] for x in (strided, q))
     assert relative(actual, expected) < 1e-6, "auto takes the definition"

@@ -265,8 +265,7 @@ def test_reasons(name: str, tmp_path: Path, calls: dict[str, int], called: Count
 
 
 def test_offloaded_with_the_module_around_them() -> None:
-    """accelerate loads weights when the outer module is called. Before, inner modules have neither weights nor hooks.
-    """
+    """accelerate loads weights when the outer module is called. Until then, inner modules have no weights or hooks."""
     from accelerate import cpu_offload
 
     sequences = make_sequences(VOCAB)

@@ -72,7 +72,7 @@ def model_of(family: str, attention: str = "sdpa") -> Any:
 
 
 FAMILIES = ("llama", "stablelm", "deepseek_v3", "bamba")
-"""Fast, varlen, latent, and one with recurrent layers too."""
+"""Families of the fast and the varlen tier, with latent attention, and with recurrent layers."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -322,7 +322,7 @@ def test_copies_under_accelerates_hooks(first: str) -> None:
 def test_a_compiled_decoder_is_the_patched_one() -> None:
     model, plain = fastpack.patch(tiny_model("opt").eval()), tiny_model("opt").eval()
     batch = padded(make_sequences(VOCAB), "right")
-    model.model.decoder = torch.compile(model.model.decoder, backend="eager")  # without dropout: in evaluation
+    model.model.decoder = torch.compile(model.model.decoder, backend="eager")  # in evaluation, without dropout
     assert torch.allclose(model(**batch).loss, plain(**batch).loss, rtol=1e-5)
 
 

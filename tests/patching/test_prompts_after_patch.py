@@ -108,7 +108,7 @@ def test_packed_is_refused_at_the_first_forward(kind: str) -> None:
     for batch in packings(sequences).values():
         with pytest.raises(fastpack.PackingError, match=REFUSED):
             model(**batch_of(kind, **batch))
-    with model.disable_adapter():  # the control: it is the prompts that are refused
+    with model.disable_adapter():  # control: only the prompts are refused
         want = model(**padded(sequences, "right")).loss
         for batch in packings(sequences).values():
             assert relative(model(**batch).loss, want) <= FLOAT32_BOUND

@@ -43,7 +43,7 @@ MAKE: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "HiggsLinear": lambda linear: HiggsLinear(linear.in_features, linear.out_features, 4, group_size=16),
     "BitLinear": lambda linear: BitLinear(linear.in_features, linear.out_features, bias=False),
 }
-"""Where only a GPU or a kernel that isn't here can run it, transformers' own class, which is not run."""
+"""If only a GPU or a missing kernel can run a layer, its entry is transformers' own class, which is not run."""
 
 
 def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -177,7 +177,7 @@ def test_velora_is_isolated_or_reported(init_type: Any, order: str) -> None:
     stock, model = build(patch=False), build(patch=True)
     assert len(said()) == (init_type != "random")
     assert all("not isolated" in note and "init_type='random'" in note for note in said())
-    if init_type == "batch_average_once":  # from the first batch on it is fixed
+    if init_type == "batch_average_once":  # it is fixed after the first batch
         for each in (stock, model):
             run_alone(each, sequences[:1])
         assert not said()

@@ -56,7 +56,7 @@ RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phim
 
 
 NOT_ON_META = ("cohere_compass_text", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral")
-"""Their defaults don't go together, or they make numbers where nothing holds any."""
+"""Their defaults contradict each other, or they make numbers that no tensor should hold."""
 
 
 def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
@@ -236,7 +236,7 @@ EDITED: tuple[tuple[str, Any, str], ...] = (
     ("LlamaDecoderLayer", parallel_layer, "in float32"),
     ("LlamaDecoderLayer", rewritten_layer, ""),
 )
-"""Of classes edited by hand, forwards that compute the same, and others with the check that sees them."""
+"""Forwards of classes edited by hand: those that compute the same, and others with the check that detects them."""
 
 
 @pytest.mark.parametrize(("name", "forward", "seen_by"), EDITED)

@@ -32,7 +32,7 @@ UNTELLABLE = {
     "musicgen": "ModuleList",
     "musicgen_melody": "ModuleList",
 }
-"""Families whose tokens can't be told by their ids in one embedding, and what verify says."""
+"""Families in which one embedding of ids doesn't determine the tokens, and the messages of verify."""
 
 
 @pytest.mark.sample(20)
@@ -321,7 +321,7 @@ def test_the_table_fits_its_terminal(terminal: str | None, width: int, monkeypat
     result = fastpack.verify(model)
     long = replace(result, checks=(Check("word " * 50, 0.0, 1e-4), *result.checks))
     assert max(map(len, str(long).splitlines())) == width
-    # what is not installed is told at length
+    # an optional package that is not installed gives a longer message
     assert max(map(len, str(fastpack.report(model)).splitlines())) == width
 
 

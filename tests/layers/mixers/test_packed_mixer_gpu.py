@@ -35,7 +35,7 @@ BOUND = 2.0
 """Times plain bf16's own error: these kernels hand a sequence's state from chunk to chunk in bf16, torch's functions
 in float32."""
 FLOOR = 4e-3
-"""bf16's rounding of one value: below it no ratio is taken."""
+"""The rounding of one value in bf16. Smaller errors are not compared as ratios."""
 
 
 def torch_function(family: str, name: str) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ def ssd(packed: PackedSeqLens) -> Sides:
 
 
 KEPT_WIDE = {"conv": (), "gated_delta": (3,), "kda": (3,), "ssd": (1, 2)}
-"""Which inputs are float32 in any model: decays and steps."""
+"""The inputs that are float32 in every model: decays and steps."""
 
 
 def pass_through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -226,7 +226,7 @@ def test_updates_of_wider_bases_under_autocast() -> None:
         one, other = add_updates(x, [bases[0], narrow], [p.lora for p in group])
     assert (one.dtype, other.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(one, mine[0])
-    (of_base,) = torch.autograd.grad(other, narrow, cotangents[1].bfloat16())  # nobody used the first
+    (of_base,) = torch.autograd.grad(other, narrow, cotangents[1].bfloat16())  # nothing used the first
     assert torch.equal(of_base, cotangents[1].bfloat16())
     alone = add_updates(x, bases, [p.lora for p in group])
     assert relative(alone[0], truth[0]) <= BOUND, "outside autocast in the bases' own: the check can fail"
