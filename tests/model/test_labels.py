@@ -182,7 +182,7 @@ def test_first_labels_count_for_a_loss_that_does_not_shift(whose: str, loss: Any
 def test_first_labels_count_where_nothing_shifts(model_type: str) -> None:
     model = build_tiny(model_type).eval()
     ids = plain_tokens(2, 9, seed=0)
-    labels = torch.where(torch.arange(9) == 0, ids, -100)  # only this label is trained
+    labels = torch.where(torch.arange(9) == 0, ids, -100)  # only first labels
     with torch.no_grad():
         stock = model(input_ids=ids, labels=labels).loss
         fastpack.patch(model)

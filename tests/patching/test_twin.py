@@ -56,7 +56,7 @@ RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phim
 
 
 NOT_ON_META = ("cohere_compass_text", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral")
-"""Their defaults contradict each other, or they make numbers that no tensor should hold."""
+"""Their defaults contradict each other, or they read numbers that the meta device doesn't hold."""
 
 
 def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
