@@ -96,7 +96,7 @@ class Lookup:
 class Recordings:
     """All recordings of a stack, and counts of the sizes of its batches. Recordings share the recorder's memory.
 
-    If memory is too small for another recording beside the existing ones, a larger recording goes on serving. If no
+    If memory is too small for another recording besides the existing ones, a larger recording goes on serving. If no
     larger recording can serve, all are dropped and the batch is recorded alone. If that fails too, the batch runs
     eagerly, in the memory that was freed. Smaller sizes are recorded anew afterwards. Sizes that did not fit are not
     tried again until modules or weights are replaced.
@@ -110,7 +110,7 @@ class Recordings:
     _uses: Counter[CacheKey] = field(default_factory=Counter)  # uses, and batches of its sizes before it was made
     _wasted_tokens: Counter[CacheKey] = field(default_factory=Counter)
     _too_large: dict[StackState, int] = field(default_factory=dict)
-    _did_not_fit: set[CacheKey] = field(default_factory=set)  # beside the other recordings
+    _did_not_fit: set[CacheKey] = field(default_factory=set)  # together with the other recordings
     _drops: int = 0
     _since_drop: int = 0
     _buffers: StaticBuffers = field(default_factory=StaticBuffers)
@@ -183,7 +183,7 @@ class Recordings:
     def _try_recording(
         self, request: Request, state: StackState, settings: GraphSettings, recorder: Recorder
     ) -> Lookup | None:
-        """Record a batch beside the existing recordings; return None if there is not enough memory."""
+        """Record a batch and keep the existing recordings; return None if there is not enough memory."""
         template = next((step for (_, of), step in self.steps.items() if of is state), None)
         try:
             step = RecordedStep(request, recorder, self._buffers, template)

@@ -115,7 +115,7 @@ class RecordedStep:
     """A recorded forward and backward of a decoder stack, for one bucket.
 
     Attributes:
-        leaves_out_bucket_padding: whether most matmuls skip the rows behind the last real token.
+        leaves_out_bucket_padding: whether most matmuls skip the rows after the last real token.
 
     Args:
         request: the batch with which it is recorded.

@@ -1,7 +1,7 @@
 """Offload the gate and up activations of checkpointed layers, instead of recomputing them in the backward.
 
 A checkpointed layer runs twice. The gate and up matmuls of its gated MLP are the larger part of the second run, and
-take H operations for each byte of their results. If copies beside the computation keep pace, copying the results back
+take H operations for each byte of their results. If the copies keep pace with the computation, copying the results back
 costs no time. Each layer carries a :class:`Slot` while it runs. :func:`fastpack.ops.linear.gated_mlp.gated_mlp` saves
 the results there in the first run and loads them in the second. They are the same bits.
 
@@ -29,7 +29,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 LAYER_TIME = 2.25
 """The shortest time of a decoder layer's forward, in multiples of the time of its gate and up matmuls at full rate.
 
-A layer has 1.9 times their operations (Llama 8B) and takes some time beside the matmuls. On an H200 it takes 2.6 times
+A layer has 1.9 times their operations (Llama 8B) and takes some time outside of matmuls. On an H200 it takes 2.6 times
 as long as they do; but copies that take all of that time end after the last layer.
 """
 KEEP = 2
@@ -235,7 +235,7 @@ def slots_installed(layers: Sequence[nn.Module], activations: ActivationOffload)
 
 
 def copied_share(rates: Rates, tensors: Sequence[Tensor], x: Tensor) -> float:
-    """Return the share of layers whose activations a link can copy, beside each layer's input, while the layers run.
+    """Return the share of layers whose activations a link can copy, besides each layer's input, while layers run.
 
     Args:
         rates: the rates of the link and of its device.

@@ -116,7 +116,7 @@ class CheckpointOffload:
     def why_not(self, backbone: nn.Module, device: torch.device, *, recording: bool = False) -> str | None:
         """Return why a training forward on a device has nothing to offload, or None."""
         if self.channel(device, recording=recording) is None:
-            return f"copies beside the computation need a CUDA device, not {device.type}"
+            return f"copies that overlap with the computation need a CUDA device, not {device.type}"
         layers = decoder_layers(backbone)
         checkpointed = [on for on in map(_checkpointing, layers) if on is not None]
         if not any(checkpointed):

@@ -1,4 +1,4 @@
-"""Copies between a device and pinned host memory, beside the device's computation."""
+"""Copies between a device and pinned host memory that overlap with the device's computation."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def cross_entropy_(
         return
     per_row = scale is not None and scale.ndim == 1
     block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
-    # a warp without elements of its own would read those of another warp, which may have overwritten them already
+    # a warp without elements would read another warp's elements, which that warp may have overwritten already
     warps = max(1, min(WARPS, block // 32))
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](
