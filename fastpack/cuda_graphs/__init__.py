@@ -14,8 +14,8 @@ whole stack becomes a few graph launches forward and a few backward. It is recor
 Costs:
 
 - Bucket padding: up to a sixteenth more tokens a step, 2 % on average. While a larger recording serves a batch, up to
-  50 % more; up to 100 % more if the recording's matmuls leave bucket padding out, which makes a padding token cost a
-  tenth. This ends once a recording of the batch's own sizes is worth making.
+  50 % more, or up to 100 % more if the recording's matmuls leave bucket padding out (a padding token then costs a tenth
+  of a real one). This ends once a recording of the batch's own sizes is worth making.
 - Memory: the activations and weight gradients of the largest bucket. Recordings share this memory with each other, but
   with nothing else. Handing gradients over takes one more copy of the gradients of the trained weights.
 - DDP: its communication does not overlap the backward, since all gradients arrive at once.

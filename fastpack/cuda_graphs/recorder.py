@@ -29,11 +29,11 @@ CAPTURE_ERRORS = range(900, 909)
 
 
 class CaptureRefusedError(Exception):
-    """This forward can't be recorded; the text says why. Nothing was changed, and the forward runs eagerly."""
+    """This forward can't be recorded; the message says why. Nothing was changed, and the forward runs eagerly."""
 
 
 class NoMemoryError(CaptureRefusedError):
-    """There was not enough memory to record. A recording needs more than the step itself, which may well run."""
+    """There was too little memory to record. A recording needs more memory than the step, which may still run."""
 
 
 class GraphPoolError(CaptureRefusedError):
@@ -143,7 +143,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         """Set up a recorder without a pool."""
         self._pool: Any = None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # without any, no pool exists
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # while this is empty, no pool exists
         self._first = True
         self._current_capture: _Capture | None = None
         self._last_stream: torch.cuda.Stream | None = None
@@ -189,7 +189,7 @@ class CudaRecorder:
         """Leave the pool and the stream of a capture that did not end, and reset the random generator.
 
         The generator refuses to work ("Offset increment outside graph capture") until the next capture that ends well.
-        So an empty one is captured here.
+        So this captures an empty graph.
         """
         self.clear()
         _recording_stream.cache_clear()
@@ -209,7 +209,7 @@ class CudaRecorder:
         try:
             with torch.cuda.stream(stream), contextlib.nullcontext() if pool is None else _allocating_from(pool):
                 for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
-                    # The last warm-up finds what would break a capture, without the damage of a broken one.
+                    # The last warm-up finds what would break a capture, without the damage of a broken capture.
                     with no_synchronisation() if left == 0 else contextlib.nullcontext():
                         backward(forward())
         finally:
@@ -292,7 +292,7 @@ def _allocating_from(pool: Any) -> Iterator[None]:
     """
     device = torch.cuda.current_device()
     before = _active_bytes(pool)
-    # As torch.cuda.use_mem_pool does; but that one requires that nothing holds the pool at its end.
+    # torch.cuda.use_mem_pool does the same, but requires that nothing holds the pool at its end.
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
     failure: RuntimeError | None = None
     try:
@@ -322,7 +322,7 @@ def _active_bytes(pool: Any) -> int:
 
 
 def capture_problem(error: BaseException) -> CaptureRefusedError | None:
-    """Return the refusal that an error of a capture, or of the warm-up before it, stands for; None for any other error.
+    """Return the refusal that stands for an error of a capture or of its warm-up, or None for any other error.
 
     An error inside a capture surfaces as an error of the capture's end, with the first error as its context.
     """

@@ -28,20 +28,21 @@ class GraphSettings:
     """Settings that decide when to record.
 
     Attributes:
-        record_after: when to record a batch's own sizes while a larger recording serves them: once a recording of these
-            sizes would have saved this many times its own tokens, over all batches since the last recording that it
-            would have held. If no recording serves a batch, one is made at first sight. Recording takes the time of
-            three steps of an 8B model, and of ten of a 0.5B model, whose passes wait for the host. A token of bucket
-            padding takes about half of the time of a real one, and a tenth if matmuls leave it out.
-        first_steps: the number of token counts between two powers of two to which a recording made at first sight
-            rounds up, since others will use it. A batch's own sizes have 16 such steps.
+        record_after: how much a recording of a batch's own sizes must save, while a larger recording serves them,
+            before it is made: this many times its own tokens. The savings are summed over the batches that it could
+            have served since the last recording was made. If no recording serves a batch, one is made at first sight.
+            Recording takes the time of three steps of an 8B model, and of ten of a 0.5B model, whose passes wait for
+            the host. A token of bucket padding takes about half of the time of a real one, and a tenth if matmuls leave
+            it out.
+        first_steps: the number of steps between two powers of two. A recording made at first sight rounds its tokens up
+            to such a step, since other batches will use it too. A batch's own sizes have 16 such steps.
         max_recordings: the largest number of recordings. Once it is reached, new sizes replace the least-used recording
             when they have occurred twice as often as it was used.
         max_oversize: the largest ratio of a recording's tokens to those of the batch's own sizes at which it may serve.
         max_oversize_left_out: the same for a recording whose matmuls leave bucket padding out.
         max_work: floating-point operations in a layer, forward and backward, above which a step no longer waits for
-            launches. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward (measured), in
-            which an H200 does 1.4e12 to 5e12.
+            launches. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward (measured). In
+            this time an H200 does 1.4e12 to 5e12 operations.
         max_changes: the number of replacements of modules or weights after which recording is given up, if each comes
             within ``max_changes`` x 10 batches of the one before.
     """
@@ -61,7 +62,7 @@ class GraphSettings:
 
 @dataclass(frozen=True, eq=False)
 class StackState:
-    """One state of the stack, whatever the sizes.
+    """One state of the stack, independent of a batch's sizes.
 
     Attributes:
         reason: why the stack can't be recorded in this state, or None.
@@ -95,10 +96,10 @@ class Lookup:
 class Recordings:
     """All recordings of a stack, and counts of the sizes of its batches. Recordings share the recorder's memory.
 
-    If memory is too small for another recording beside the existing ones, a larger one goes on serving. If there is
-    none, all are dropped: first for an attempt to record the batch alone and, if that fails, for the batch itself,
-    which then runs eagerly. Smaller sizes are recorded anew afterwards. Sizes that did not fit are not tried again
-    until modules or weights are replaced.
+    If memory is too small for another recording besides the existing ones, a larger recording goes on serving. If no
+    larger recording can serve, all are dropped and the batch is recorded alone. If that fails too, the batch runs
+    eagerly, in the memory that was freed. Smaller sizes are recorded anew afterwards. Sizes that did not fit are not
+    tried again until modules or weights are replaced.
 
     Attributes:
         steps: the recordings by cache key.
@@ -106,10 +107,10 @@ class Recordings:
 
     steps: dict[CacheKey, RecordedStep] = field(default_factory=dict)
     _batches: Counter[CacheKey] = field(default_factory=Counter)  # by their own sizes
-    _uses: Counter[CacheKey] = field(default_factory=Counter)  # of each recording, and batches of its sizes before it
+    _uses: Counter[CacheKey] = field(default_factory=Counter)  # uses, and batches of its sizes before it was made
     _wasted_tokens: Counter[CacheKey] = field(default_factory=Counter)
     _too_large: dict[StackState, int] = field(default_factory=dict)
-    _did_not_fit: set[CacheKey] = field(default_factory=set)  # beside the other recordings
+    _did_not_fit: set[CacheKey] = field(default_factory=set)  # together with the other recordings
     _drops: int = 0
     _since_drop: int = 0
     _buffers: StaticBuffers = field(default_factory=StaticBuffers)
@@ -182,7 +183,7 @@ class Recordings:
     def _try_recording(
         self, request: Request, state: StackState, settings: GraphSettings, recorder: Recorder
     ) -> Lookup | None:
-        """Record a batch beside the existing recordings; return None if there is not enough memory."""
+        """Record a batch and keep the existing recordings; return None if there is not enough memory."""
         template = next((step for (_, of), step in self.steps.items() if of is state), None)
         try:
             step = RecordedStep(request, recorder, self._buffers, template)

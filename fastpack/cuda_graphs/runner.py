@@ -60,7 +60,7 @@ class GraphStats:
 
 
 class StackSnapshot(NamedTuple):
-    """A stack and its state, read ahead of a call: for the batch ``packed``, or for whichever comes next."""
+    """A stack and its state, read ahead of a call: for the batch ``packed`` or, if that is None, for the next batch."""
 
     stack: Stack
     state: Hashable
@@ -71,7 +71,7 @@ class StackSnapshot(NamedTuple):
 class GraphRunner:
     """Runs the backbone of one patched model from CUDA graphs, if that is possible and pays.
 
-    It lives as long as the patch. A copy or a pickle of it, which a copy of the model brings along, starts empty.
+    It lives as long as the patch. Its copies and pickles, which are made when the model is copied, start empty.
 
     Attributes:
         settings: when to record.

@@ -27,7 +27,7 @@ from fastpack.utils.protocols import AdapterLike, ModelLike
 
 _MEMBERS = ("_modules", "_parameters", "_buffers")
 _NUMBERS = ("dropout", "eps", "scal", "multiplier", "window", "softcap", "top_k", "jitter")
-"""Parts of the names of numbers with which modules compute and which users may change; and ``p``, dropout's."""
+"""Parts of the names of numbers that modules compute with and that users may change; ``p`` is dropout's."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -130,7 +130,7 @@ class Stack:
         """Return the floating-point operations of a token's forward and backward in an average layer.
 
         These are two for each weight in the forward, two for the gradient of the input, and two more for the gradient
-        of a weight that is trained (a byte of 4-bit weights holds two).
+        of a weight that is trained (a byte of 4-bit weights holds two weights).
         """
         return self.total_work() / max(1, getattr(backbone.config, "num_hidden_layers", 1))
 

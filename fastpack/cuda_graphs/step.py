@@ -28,7 +28,7 @@ MIN_WORK_LEFT_OUT = 0.5
 
 
 class HostLengthsError(Exception):
-    """A kernel that was being recorded asked for lengths that only the device has."""
+    """A kernel asked for lengths on the host while it was recorded. Only the device has them."""
 
 
 class _UnreadableLengths(tuple[int, ...]):
@@ -115,13 +115,13 @@ class RecordedStep:
     """A recorded forward and backward of a decoder stack, for one bucket.
 
     Attributes:
-        leaves_out_bucket_padding: whether most matmuls skip the rows behind the last real token.
+        leaves_out_bucket_padding: whether most matmuls skip the rows after the last real token.
 
     Args:
         request: the batch with which it is recorded.
         recorder: records the passes.
         buffers: memory for the inputs.
-        template: a recording of the same stack in the same state, from which it takes which tensors have gradients.
+        template: a recording of the same stack in the same state, which tells it which tensors have gradients.
 
     Raises:
         CaptureRefusedError: the step can't be recorded.
@@ -169,7 +169,8 @@ class RecordedStep:
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if template is None:
-                # Zeros, as bucket padding will be if the results are finite, whether matmuls leave it out or not.
+                # The pass runs on zeros. If its results are finite, bucket padding will be zeros too, left out of
+                # matmuls or not.
                 self._embeddings.zero_()
                 with stack.recordable(aliases):
                     has_gradient, hidden, self._pads_with_zeros = _find_gradients(
@@ -199,7 +200,7 @@ class RecordedStep:
         if self._pads_with_zeros:
             bucket_padding.zero_()  # most families keep zeros at zero: matmuls skip them, or take less power
         else:
-            bucket_padding.copy_(embeddings[:, :1])  # as un-padding does: a norm may divide by zero
+            bucket_padding.copy_(embeddings[:, :1])  # as in un-padding: a norm may divide by zero
         self._row_count.rows.fill_(tokens)
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
 
@@ -250,7 +251,7 @@ class _Replay(torch.autograd.Function):
     ) -> Tensor:
         """Replay the forward."""
         out = step.run_forward(embeddings, packed)
-        ctx.step, ctx.pending, ctx.versions = step, pending, _versions(parameters)  # beside the device's work
+        ctx.step, ctx.pending, ctx.versions = step, pending, _versions(parameters)  # while the device works
         return out
 
     @staticmethod
@@ -265,7 +266,7 @@ class _Replay(torch.autograd.Function):
         ctx.pending.done = True
         step, ctx.step = ctx.step, None  # a loss that is still referenced does not hold the recording
         step.start_backward(grad)
-        if _versions(step.parameters) != ctx.versions:  # compared beside the device's work
+        if _versions(step.parameters) != ctx.versions:  # compared while the device works
             raise PatchError(
                 "a parameter was changed in place between a forward that was replayed from a CUDA graph and its "
                 "backward, which would read the new values. Step the optimizer after the backward."
@@ -357,9 +358,9 @@ def only_hidden_states(outputs: Any) -> Tensor:
 
 
 def _uncached_autocast(device: torch.device) -> torch.autocast:
-    """Return autocast as it is, but without its cache.
+    """Return a context with autocast's current settings, but without its cache.
 
-    The cache would hand the recording weights that were cast before it.
+    The cache would give the recording weights that were cast before it began.
     """
     kind = device.type
     return torch.autocast(

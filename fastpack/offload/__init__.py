@@ -10,8 +10,8 @@ layer. Both kinds of ``torch.utils.checkpoint`` save it through autograd, where
 2. in the backward, start copying the next input back before the current layer runs again.
 
 Once host buffers exist and rates are measured, nothing waits on the host. The copy of an input ends long before the
-layer that runs beside it: it moves 2H bytes a token, while a layer computes some 24 H^2 operations forward. Host
-buffers are reused from step to step (:mod:`~fastpack.offload.transfer`).
+layer that runs at the same time: the copy moves 2H bytes a token, while the layer computes some 24 H^2 operations
+forward. Host buffers are reused from step to step (:mod:`~fastpack.offload.transfer`).
 
 ``offload="activations"`` uses the remaining copy time for the gate and up activations of gated MLPs, which are most of
 the matmul work of a layer's second run (:mod:`~fastpack.offload.activations`).

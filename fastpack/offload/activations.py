@@ -1,7 +1,7 @@
 """Offload the gate and up activations of checkpointed layers, instead of recomputing them in the backward.
 
 A checkpointed layer runs twice. The gate and up matmuls of its gated MLP are the larger part of the second run, and
-take H operations for each byte of their results. If copies beside the computation keep pace, copying the results back
+take H operations for each byte of their results. If the copies keep pace with the computation, copying the results back
 costs no time. Each layer carries a :class:`Slot` while it runs. :func:`fastpack.ops.linear.gated_mlp.gated_mlp` saves
 the results there in the first run and loads them in the second. They are the same bits.
 
@@ -29,8 +29,8 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 LAYER_TIME = 2.25
 """The shortest time of a decoder layer's forward, in multiples of the time of its gate and up matmuls at full rate.
 
-A layer has 1.9 times their operations (Llama 8B) and takes some time beside the matmuls. On an H200 it takes 2.6 times
-as long; but copies that take all of that time end behind the last layer.
+A layer has 1.9 times their operations (Llama 8B) and takes some time outside of matmuls. On an H200 it takes 2.6 times
+as long as they do; but copies that take all of that time end after the last layer.
 """
 KEEP = 2
 """The number of last layers whose activations stay on the device, since the backward needs them first."""
@@ -65,7 +65,7 @@ class LayerActivations:
             storage.prefetch()
 
     def fetch(self) -> list[Tensor]:
-        """Return the activations in memory of the caller's own, and start copying the next needed ones back."""
+        """Return the activations in memory that the caller owns, and start copying back the ones needed next."""
         self._fetched_before = True
         outputs: list[Tensor] = []
         for storage, shape in zip(self._storages, self._shapes, strict=True):
@@ -122,8 +122,8 @@ class ActivationOffload:
             x: the input ``[T, H]`` of their matmuls.
 
         Returns:
-            The activations on their way to the host; or those that stay on the device; or None if they will be
-            recomputed.
+            The activations on their way to the host; or the activations that stay on the device; or None if they will
+            be recomputed.
         """
         self._layers_decided += 1
         channel = self._channel(x.device)
@@ -235,7 +235,7 @@ def slots_installed(layers: Sequence[nn.Module], activations: ActivationOffload)
 
 
 def copied_share(rates: Rates, tensors: Sequence[Tensor], x: Tensor) -> float:
-    """Return the share of layers whose activations a link can copy while the layers run, beside every layer's input.
+    """Return the share of layers whose activations a link can copy, besides each layer's input, while layers run.
 
     Args:
         rates: the rates of the link and of its device.

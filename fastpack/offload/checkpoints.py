@@ -48,7 +48,7 @@ class CheckpointOffload:
     """Offloading for one patched model; lives as long as the patch. A copy or a pickle of it starts empty.
 
     Attributes:
-        connect: makes the link to a device, or returns None if there can't be one; tests use another one.
+        connect: makes the link to a device, or returns None if there can't be one; tests replace it.
         min_bytes: smaller tensors stay on the device.
         activations: whether gate and up are offloaded too, as far as copy time allows.
         stats: counts of forwards and offloaded tensors.
@@ -116,13 +116,13 @@ class CheckpointOffload:
     def why_not(self, backbone: nn.Module, device: torch.device, *, recording: bool = False) -> str | None:
         """Return why a training forward on a device has nothing to offload, or None."""
         if self.channel(device, recording=recording) is None:
-            return f"copies beside the computation need a CUDA device, not {device.type}"
+            return f"copies that overlap with the computation need a CUDA device, not {device.type}"
         layers = decoder_layers(backbone)
         checkpointed = [on for on in map(_checkpointing, layers) if on is not None]
         if not any(checkpointed):
             return "gradient checkpointing is off"
         if not all(checkpointed):
-            return f"{sum(checkpointed)} of {len(checkpointed)} layers are checkpointed, and others save much more"
+            return f"{sum(checkpointed)} of {len(checkpointed)} layers are checkpointed, and the others save much more"
         if torch._C._current_graph_task_id() != -1:
             return "it runs inside a backward pass (checkpointing around the model)"
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -78,13 +78,13 @@ class SavedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether the device memory is not freed; :meth:`fetch` then returns memory that is not the caller's own."""
+        """Whether the device memory is not freed yet; :meth:`fetch` then returns memory that the caller doesn't own."""
         return self._device is not None
 
     def next_needed(self) -> SavedStorage | None:
-        """Return the contents that a backward needs after these, which were saved before them.
+        """Return the contents that a backward needs next, or None if all of them were fetched before.
 
-        None if there are none, or if all of them were fetched before.
+        A backward needs contents in the reverse order of their saving, so the search goes from these to earlier ones.
         """
         contents: SavedStorage | None = self
         while contents is not None and contents.fetched_before:
@@ -117,7 +117,7 @@ class OffloadedTensor:
     shape: torch.Size
 
     def unpack(self) -> Tensor:
-        """Return the tensor, and start copying the next needed one back."""
+        """Return the tensor, and start copying back the one needed next."""
         tensor = self.contents.fetch()
         following = self.contents.next_needed()
         if following is not None:
@@ -149,7 +149,7 @@ class PendingTransfers:
     """Copies to the host that are under way.
 
     Args:
-        limit: their largest number; before there are more, the device waits for the oldest.
+        limit: the largest number of copies; before one more begins, the device waits for the oldest.
     """
 
     def __init__(self, limit: int) -> None:

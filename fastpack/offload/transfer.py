@@ -1,4 +1,4 @@
-"""Copies between a device and pinned host memory, beside the device's computation."""
+"""Copies between a device and pinned host memory that overlap with the device's computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SIDE, REPEATS = 4096, 5
-"""The side of the square matrices that are copied and multiplied to measure a device, and the repetitions."""
+"""The side of the square matrices that are copied and multiplied to measure a device, and the number of repetitions."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,8 @@ class CudaLink:
 
     def drain(self) -> None:
         """Wait on the host until the device has finished all of its work."""
-        if (
-            not torch.cuda.is_current_stream_capturing()
-        ):  # in a capture, only garbage collection comes here: its buffers are long unused
+        # During a capture only garbage collection calls this, for buffers that are long unused.
+        if not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)
 
     def rates(self, dtype: torch.dtype) -> Rates | None:
@@ -142,7 +141,7 @@ def connect_cuda(device: torch.device) -> Link | None:
 class HostPool:
     """The host buffers of one link, which are reused.
 
-    A buffer that was given back may still be read by a copy under way. The next copy into it comes after that one,
+    A copy under way may still read a buffer that was given back. The next copy into this buffer runs after that copy,
     since both belong to the same link. So the pool neither waits nor queries events, as torch's own cache of pinned
     memory has to.
 

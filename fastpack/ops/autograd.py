@@ -44,10 +44,11 @@ def is_last_pass() -> bool:
 
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Reshape ``x`` without a copy, to as many elements; autograd does not treat the result as a view.
+    """Reshape ``x`` without a copy; autograd does not treat the result as a view.
 
     FSDP2 attaches its hooks to the tensors that a layer returns, and warns about views, since an in-place operation on
-    one would drop the hooks. Don't read ``x`` afterwards: autograd does not see there what is written into the result.
+    one would drop the hooks. ``shape`` must have as many elements as ``x``. Don't read ``x`` afterwards: autograd does
+    not know that a write to the result changes ``x`` too.
     """
     return torch.ops.aten._unsafe_view.default(x, shape)
 

@@ -6,8 +6,8 @@ Definition, for weight i of a tensor in row-major order, all in float32:
     absmax_b = code2[level_b] absmax2_c + offset,  c = b // blocksize2  if the scales are quantised too ("nested")
 
 The upper half of a byte comes before the lower half. ``code`` is NormalFloat (NF4) or, with a sign bit, FP4. Each
-product and each sum is rounded by itself. On a GPU every implementation gives the same bits, except for values below
-2^-126, which bitsandbytes makes zero there. :func:`definition` is this definition in PyTorch.
+product and each sum is rounded separately. On a GPU every implementation gives the same bits, except for values below
+2^-126, which bitsandbytes sets to zero. :func:`definition` is this definition in PyTorch.
 
 Shape suffixes: O size of an output, H of the input, N = O H.
 """
@@ -34,7 +34,7 @@ def dequantize(weight: Tensor, quant_state: Any, dtype: torch.dtype, implementat
         quant_state: the weight's bitsandbytes ``QuantState``, on the same device.
         dtype: the dtype of the result. The values are rounded to the state's dtype first.
         implementation: ``auto`` runs the kernel, in one launch, if :func:`use_triton` allows it and the kernel supports
-            the weight. Otherwise ``auto`` calls bitsandbytes, as ``torch`` always does; that takes two launches more
+            the weight. Otherwise ``auto`` calls bitsandbytes, as ``torch`` always does; that takes two more launches
             for nested scales.
 
     Returns:

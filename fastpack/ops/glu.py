@@ -66,7 +66,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, implementation: Impl
 
 
 def activation_kind(activation: Activation) -> ActivationKind | None:
-    """Return the kernels' name for this activation, or None if it must be called.
+    """Return the kernels' name for this activation, or None if only a call computes it.
 
     It must be called if no kernel computes it, or if it is a module with hooks or with a forward set on the instance.
     """

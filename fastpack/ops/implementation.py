@@ -43,14 +43,14 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
         )
     if implementation == "triton" and x.device.type == "cpu" and not _interprets():
         raise KernelUnavailableError(
-            "kernels='triton' was passed, but the tensors are on the CPU, for which Triton compiles nothing. Move "
-            "the model to a GPU, pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
+            "kernels='triton' was passed, but the tensors are on the CPU, for which Triton can't compile kernels. Move "
+            "the model to a GPU, pass kernels='auto', or start Python with TRITON_INTERPRET=1 for Triton's interpreter."
         )
     return implementation == "triton"
 
 
 def kernel_serves(implementation: Implementation, kernel: str, reason: str | None) -> bool:
-    """Return whether the kernel supports its inputs, which is so if ``reason`` is None.
+    """Return whether the kernel supports its inputs: whether ``reason`` is None.
 
     Args:
         implementation: the implementation that the caller passed to the op.
@@ -61,7 +61,7 @@ def kernel_serves(implementation: Implementation, kernel: str, reason: str | Non
         ValueError: there is a reason, and ``implementation="triton"``.
     """
     if reason is not None and implementation == "triton":
-        raise ValueError(f"The kernel of {kernel} got {reason}. Pass implementation='auto' or 'torch'.")
+        raise ValueError(f"The kernel for {kernel} got {reason}. Pass implementation='auto' or 'torch'.")
     return reason is None
 
 
@@ -74,9 +74,7 @@ def why_no_kernels() -> str | None:
     if not triton_installed():
         return "Triton is not installed: pip install triton, or pass kernels='auto'."
     if not torch.accelerator.is_available() and not _interprets():
-        return (
-            "there is no GPU here. Pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
-        )
+        return "there is no GPU here. Pass kernels='auto', or start Python with TRITON_INTERPRET=1 for its interpreter."
     return None
 
 

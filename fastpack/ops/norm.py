@@ -9,8 +9,8 @@ Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + wei
 Families round to x's dtype at different points: ``before`` the weight is applied (Llama), or ``after`` (Gemma, OLMo-2,
 Cohere). The ops round at the same point, so that results match the stock modules' bit for bit in most places.
 
-Gradients, with n the normalised x before the weight and g the gradient of the result (the term ``mean(g w)`` is there
-for layer_norm only):
+Gradients, with n the normalised x before the weight and g the gradient of the result (only layer_norm has the term
+``mean(g w)``):
 
     dx = rstd * (g w - n mean(g w n) - mean(g w)),  dw = sum over tokens of g n
 
@@ -69,7 +69,8 @@ def rms_norm(
         return out
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     if plain and not torch.compiler.is_compiling():
-        # torch has no fused kernel here; this equals the plain formula bit for bit, in a third of the backward's passes
+        # torch has no fused kernel here; this equals the plain formula bit for bit, with a third of its backward's
+        # passes
         out = _Norm.apply(x, weight, eps, kind, False)
         return out
     scale = _scale(weight, kind)
@@ -82,7 +83,7 @@ def rms_norm(
 def layer_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: Implementation = "auto") -> Tensor:
     """Apply LayerNorm without bias to the last dimension, in float32, rounded once to ``x.dtype`` (Cohere).
 
-    The weight's shape must equal the last dimensions of x: ``[H]``, or ``[heads, D]`` for a weight of each head.
+    The weight's shape must equal the last dimensions of x: ``[H]``, or ``[heads, D]`` for one weight for each head.
 
     Raises:
         ValueError: ``implementation="triton"``, and the kernel doesn't support this dtype or width.
@@ -114,7 +115,7 @@ def rms_norm_forward(
         eps: as for :func:`rms_norm`.
         rounding: as for :func:`rms_norm`.
         unit_offset: as for :func:`rms_norm`.
-        row_count: how many of the first tokens are real. The kernel may skip the others, whose results are zero then.
+        row_count: how many of the first tokens are real. The kernel may skip the others; their results are then zeros.
         implementation: as for :func:`rms_norm`.
 
     Returns:
@@ -151,8 +152,8 @@ def rms_norm_backward(
         unit_offset: as in the forward.
         grad_summed: the gradient that reaches x on paths around the norm; it is added to the gradient of x.
         need_weight: False for a frozen weight, which saves work.
-        normed: memory for the forward's result, which is computed again along with the gradients, as by
-            :func:`rms_norm_apply`. It is contiguous, has that result's dtype, and may be ``grad`` itself.
+        normed: contiguous memory in the dtype of the forward's result. That result is written there again, as
+            :func:`rms_norm_apply` computes it. The memory may be ``grad`` itself.
         row_count: as in the forward.
         implementation: as in the forward.
 
@@ -274,7 +275,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _scale(weight: Tensor, kind: NormKind) -> Tensor:
-    """Return the factor w of the definitions, in the dtype in which it is multiplied."""
+    """Return the factor w of the definitions, in the dtype of its multiplication with x."""
     if not kind.round_before:
         weight = _wide(weight)
     return 1.0 + weight if kind.unit_offset else weight

@@ -81,7 +81,7 @@ def apply_rope(
     if compute_in_float32:
         cos, sin = cos.float(), sin.float()
     cos, sin = cos[:, None], sin[:, None]
-    with torch.autocast(q.device.type, enabled=False):  # autocast would concatenate parts of several dtypes in its own
+    with torch.autocast(q.device.type, enabled=False):  # autocast would change the dtype of parts that are concatenated
         return _rotated(q, cos, sin, layout), _rotated(k, cos, sin, layout)
 
 
@@ -109,8 +109,8 @@ def norm_rope(
     Args:
         q: ``[T, H, D]``, with any strides.
         k: ``[T, K, D]``, with any strides; K may be 0.
-        q_weight: ``[D]``. For a weight of each head (``[H, D]``) or of all heads at once (``[H * D]``), call the norm
-            and :func:`apply_rope` separately.
+        q_weight: ``[D]``. If each head has its own weight (``[H, D]``) or one norm covers all heads (``[H * D]``), call
+            the norm and :func:`apply_rope` separately.
         k_weight: ``[D]``.
         eps: as for :func:`fastpack.ops.norm.rms_norm`.
         cos: as for :func:`apply_rope`.
@@ -121,7 +121,7 @@ def norm_rope(
         compute_in_float32: as for :func:`apply_rope`.
         positions: as for :func:`apply_rope`.
         implementation: as for :func:`apply_rope`. If ``auto`` doesn't run the fused kernel, the norm and the rotation
-            each choose for themselves.
+            each choose their own implementation.
 
     Returns:
         q and k, ``[T, H, D]`` and ``[T, K, D]``, in the dtypes that ``rms_norm`` returns.
@@ -157,7 +157,7 @@ def norm_rope(
 
 
 class _Rope(torch.autograd.Function):
-    """The autograd Function of :func:`apply_rope`: one launch for q ``[T, H, D]`` and k ``[T, K, D]`` or one."""
+    """The autograd Function of :func:`apply_rope`: one launch for q ``[T, H, D]``, k ``[T, K, D]`` or both."""
 
     @staticmethod
     def forward(
@@ -231,7 +231,7 @@ class _NormRope(torch.autograd.Function):
 
 
 def _unit(grad: Tensor) -> Tensor:
-    """Return ``grad`` with stride 1 in the last dimension, as the kernels need it; a sum's gradient is expanded."""
+    """Return ``grad`` with stride 1 in the last dimension, as the kernels need; the gradient of a sum has stride 0."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 

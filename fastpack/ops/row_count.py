@@ -1,4 +1,4 @@
-"""A number of real rows that only the device knows, and the sums of matmuls that read it.
+"""The number of a batch's real rows, known only to the device, and the sums of matmuls that read it.
 
 Shape suffixes: T rows, K inner dimension, N columns.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 from fastpack.ops.tile_schedule import BLOCK_BELOW, schedule
 
 TERMS = 4
-"""The most terms of a sum: three projections and LoRA's update."""
+"""The maximum number of terms in a sum: three projections and LoRA's update."""
 MOST_PROGRAMS = 1024
-"""The most programs of a launch; no device has as many processors."""
+"""The maximum number of programs in a launch; no device has as many processors."""
 MOST_KINDS = 256
 """Entries of the table of schedules. The first holds zeros, which leaves 255 for kinds of launches. A model whose
 layers all differ may have more kinds."""
@@ -32,8 +32,8 @@ class RowCount:
         tokens: T, the largest possible number.
         launches: the number of launches that have read ``rows``.
         work: the floating-point operations that those launches leave out for each row of bucket padding.
-        flags: int32 ``[MOST_PROGRAMS]``, with which the programs of a launch wait for each other. They are zeros
-            between launches, of which one runs at a time.
+        flags: int32 ``[MOST_PROGRAMS]``, through which the programs of a launch wait for each other. One launch runs at
+            a time, and leaves zeros.
         schedules: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, a :func:`fastpack.ops.tile_schedule.schedule`
             for each kind of launch and number of rows. The first entry is zeros (no tall tiles, no teams), for kinds
             that have no entry of their own.

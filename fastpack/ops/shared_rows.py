@@ -45,7 +45,8 @@ def spread(x: Tensor, copies: Copies, *, only_first: bool = False) -> Tensor:
     Args:
         x: ``[U, ...]``, the unique rows.
         copies: the map of copies.
-        only_first: leave all but the first copies out of the gradient's sum, since theirs is known to be zero.
+        only_first: leave all but the first copies out of the gradient's sum, since their gradients are known to be
+            zero.
 
     Returns:
         ``[T, ...]``, in the dtype of ``x``.

@@ -1,8 +1,8 @@
 """Tile schedules: which tiles a launch of sums of matmuls computes, and which programs share the last ones.
 
 Low tiles have :data:`BLOCK_T` rows, tall tiles :data:`BLOCK_BELOW` more. The tall tiles cover the top rows and are
-computed first. Each program computes one tile a round. Teams of programs share the tiles that are left for an
-incomplete last round, all of them low. :func:`schedule` chooses the schedule whose last program ends first.
+computed first. Each program computes one tile a round. The tiles left for an incomplete last round are all low, and
+teams of programs share them. :func:`schedule` chooses the schedule whose last program ends first.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import functools
 from math import ceil
 
 BLOCK_T, BLOCK_BELOW = 128, 64
-"""Rows of a low tile, and the rows that a tall tile has below those. Two tall tiles read the second factors twice, and
-the three low tiles that cover as many rows three times. With two heights, fewer rows of padding are computed."""
+"""Rows of a low tile, and the rows that a tall tile has below those. Two tall tiles cover as many rows as three low
+tiles, but read the second factors twice instead of three times. With two heights, fewer rows of padding are
+computed."""
 LEAST_SAVED, MORE_SAVED, MOST_MEMBERS = 20, 6, 8
-"""Limits on sharing, in steps of a sum. A team must spare each program LEAST_SAVED steps, which pay for writing,
-reading and adding up the parts; each further program on one tile must spare it MORE_SAVED more. MOST_MEMBERS programs
-at most share a tile."""
+"""Limits on sharing, in steps of a sum. Sharing must save each program of a team LEAST_SAVED steps, to pay for writing,
+reading and adding up the parts. Each further program on one tile must save MORE_SAVED more. At most MOST_MEMBERS
+programs share a tile."""
 TALL_STEP, TALL_END, LOW_END, FLATTENED_END, SHARED_END = 1.46, 10, 6, 4, 8
-"""Costs, in steps of a low tile (some 0.65 us): a step of a tall tile; the end of a tall tile, of a low tile, and of a
-low tile whose end overlaps with the start of the next; and what the end of a shared tile costs on top of that.
+"""Costs, in steps of a low tile (about 0.65 us each).
+
+A step of a tall tile costs TALL_STEP. The end of a tall tile costs TALL_END. The end of a low tile costs LOW_END, or
+FLATTENED_END if it overlaps with the start of the next tile. The end of a shared tile costs SHARED_END more.
 
 Fitted to 953 schedules for the matmuls of an 8B model's layer on an H200 at its power limit, with 2,320 to 3,114 rows.
 The model is off by 1.4 % on average, which is also how much two measurements of one schedule differ."""
@@ -27,7 +30,7 @@ The model is off by 1.4 % on average, which is also how much two measurements of
 
 @functools.lru_cache(maxsize=2**14)
 def schedule(rows: int, across: int, steps: int, programs: int, flattened: bool) -> tuple[int, int, int]:
-    """Return the number of tall rows of tiles, and how many tiles and programs a team has.
+    """Return the number of rows of tall tiles, and how many tiles and programs a team has.
 
     Args:
         rows: the number of real rows.
@@ -51,9 +54,8 @@ def team(left: int, steps: int, programs: int) -> tuple[int, int]:
     """Return how many tiles and programs a team has, if ``left`` tiles of ``steps`` steps are to be shared.
 
     A team has one program more than it has tiles, and the fewest tiles (up to four) for which there are enough
-    programs. A team of one tile takes further programs as long as there are some and each spares enough steps. If four
-    tiles for each team still take too many programs, or sharing spares too few steps, every tile has one program:
-    ``(1, 1)``.
+    programs. A team of one tile takes further programs as long as some are left and each saves enough steps. If even
+    teams of four tiles need too many programs, or sharing saves too few steps, every tile has one program: ``(1, 1)``.
     """
     tiles = next((size for size in (1, 2, 3, 4) if ceil(left / size) * (size + 1) <= programs), 0)
     if not tiles or steps // (tiles + 1) < LEAST_SAVED:

@@ -1,4 +1,4 @@
-"""What the backend tests share: cases, the formula in float64, plain torch's own result, and how errors are measured.
+"""Helpers for the backend tests: cases, the formula in float64, plain torch's result, and measures of errors.
 
 Shape suffixes: T tokens of all sequences, H query heads, K key/value heads, D head size, V value size.
 """
@@ -26,7 +26,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "long": (601, 1),  # longer than a block of queries of `reference` and `segments`
     "blocks": (128, 128, 130, 1),  # on and beside the edge of a block of FlexAttention
     "ones": (1, 1, 1),
-    "alone": (1,),  # what runs where a batch holds no token at all
+    "alone": (1,),  # the call of a batch without tokens
 }
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -43,7 +43,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: ``value_dim`` "other" is twice the head size up to 16, half of it for the rest."""
+    """The options of one call. ``value_dim`` "other" is twice the head size up to 16, and half of it above."""
 
     lengths: str = "mixed"
     head_dim: int = 64
@@ -65,10 +65,10 @@ class Case:
     def make(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, seed: int = 0, requires_grad: bool = True
     ) -> AttentionCall:
-        """The call, with random leaves; the same values, rounded, in every dtype and on every device."""
+        """Return the call with random leaves. Values differ between devices and dtypes by rounding only."""
         generator = torch.Generator().manual_seed(seed)
         packed = PackedSeqLens.from_lengths(LENGTHS[self.lengths], device=device)
-        kv_heads = 1 if self.lengths == "long" else 2  # a T x T formula in float64 costs enough
+        kv_heads = 1 if self.lengths == "long" else 2  # a T x T formula in float64 is costly
         total, heads = packed.total_tokens, kv_heads * self.groups
 
         def leaf(*shape: int) -> Tensor:
@@ -89,12 +89,12 @@ class Case:
 
 
 def product(factors: Mapping[str, Iterable[Any]]) -> list[Case]:
-    """Every combination."""
+    """Return every combination of the factors."""
     return [Case(**dict(zip(factors, values, strict=True))) for values in itertools.product(*factors.values())]
 
 
 def pairwise(factors: Mapping[str, Iterable[Any]]) -> list[Case]:
-    """A few combinations in which any two values of two factors meet: greedy, and the same at every run."""
+    """Return a few combinations in which any two values of two factors meet: greedy, and the same in every run."""
     everything = product(factors)
 
     def pairs(case: Case) -> set[Any]:
@@ -111,13 +111,13 @@ def pairwise(factors: Mapping[str, Iterable[Any]]) -> list[Case]:
 
 
 def without(*names: str, **fixed: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """The factors, each of ``names`` left at its first value, others as given."""
+    """Return the factors, with each of ``names`` fixed to its first value and ``fixed`` in place of others."""
     return {**FACTORS, **{name: FACTORS[name][:1] for name in names}, **fixed}
 
 
 @dataclass
 class Outcome:
-    """A forward, and the gradients of everything that takes part."""
+    """The result of a forward, and the gradients of all of its inputs."""
 
     out: Tensor
     grads: dict[str, Tensor]
@@ -127,7 +127,7 @@ Run = Callable[[AttentionCall], Tensor]
 
 
 def measure(run: Run, call: AttentionCall) -> Outcome:
-    """Forward and backward of ``run`` on fresh leaves, under a fixed cotangent."""
+    """Run forward and backward of ``run`` on new leaves, with a fixed cotangent."""
     named = {name: getattr(call, name) for name in ("q", "k", "v", "sinks")}
     leaves = {name: t.detach().clone().requires_grad_() for name, t in named.items() if t is not None}
     out = run(replace(call, **leaves))
@@ -140,7 +140,7 @@ def measure(run: Run, call: AttentionCall) -> Outcome:
 
 
 def formula(call: AttentionCall) -> Tensor:
-    """The definition in float64, with a T x T mask: no code in common with any backend."""
+    """Compute the definition in float64 with a T x T mask. It shares no code with any backend."""
     q, k, v = (t.double() for t in (call.q, call.k, call.v))
     sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(call.packed.lengths)]).to(q.device)
     token = torch.arange(len(sequence), device=q.device)
@@ -159,7 +159,7 @@ def formula(call: AttentionCall) -> Tensor:
 
 
 def plain(call: AttentionCall) -> Tensor:
-    """What a stock model's eager attention does in the dtype of q, a sequence at a time."""
+    """Compute what a stock model's eager attention does in q's dtype, one sequence at a time."""
     dtype, heads = call.q.dtype, call.q.shape[1]
     k, v = (t.repeat_interleave(call.groups, 1) for t in (call.k, call.v))
     sizes = list(call.packed.lengths)
@@ -181,7 +181,7 @@ def plain(call: AttentionCall) -> Tensor:
 
 
 def alone(call: AttentionCall) -> Tensor:
-    """Torch's own fused attention, each sequence by itself: what a stock model's SDPA does with it."""
+    """Compute each sequence alone with torch's fused attention, as a stock model's SDPA does."""
     sizes, pieces = list(call.packed.lengths), []
     for qkv in zip(call.q.split(sizes), call.k.split(sizes), call.v.split(sizes), strict=True):
         q, k, v = (t.transpose(0, 1)[None] for t in qkv)
@@ -195,10 +195,10 @@ def alone(call: AttentionCall) -> Tensor:
 
 
 def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
-    """max|difference| / max|truth| of the output and of each gradient.
+    """Return max|difference| / max|truth| of the output and of each gradient.
 
-    A gradient that vanishes (those of q and k, where each query sees one key), or that is a sum over all tokens which
-    may cancel (that of a sink), is measured against the largest one.
+    Some gradients are measured against the largest gradient. They may vanish, like those of q and k if each query sees
+    one key, or they are sums over all tokens that may cancel, like a sink's.
     """
     assert outcome.grads.keys() == truth.grads.keys()
     largest = max(float(g.abs().max()) for g in truth.grads.values())
@@ -218,16 +218,16 @@ def _error(value: Tensor, truth: Tensor, scale: float) -> float:
 
 @functools.cache
 def truth_of(case: Case, device: str, seed: int = 0) -> Outcome:
-    """The formula on the case's values, which are the same in every dtype."""
+    """Return the formula's outcome for a case, whose values are the same in every dtype."""
     return measure(formula, case.make(torch.float64, device, seed=seed))
 
 
 @functools.cache
 def bounds(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """How far a backend may be from the formula in this dtype: 1e-5 in float32.
+    """Return the largest allowed error against the formula for each result: 1e-5 in float32.
 
-    In half precision 1.5 times plain torch's own error, the largest of three draws since a maximum over few numbers
-    is a noisy measure, and never less than one rounding of the result.
+    In half precision it is 1.5 times plain torch's own error, but at least one rounding of the result. Torch's error is
+    the largest of three draws, since a maximum over few numbers is a noisy measure.
     """
     names = ["out", *truth_of(case, device).grads]
     if dtype in FIXED_BOUNDS:
@@ -244,7 +244,7 @@ def bounds(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
 
 
 def assert_exact(run: Run, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Forward and every gradient of ``run`` against the formula, within the bounds of the dtype."""
+    """Check the forward and every gradient of ``run`` against the formula, within the dtype's bounds."""
     outcome = measure(run, case.make(dtype, device))
     assert outcome.out.dtype == dtype
     assert all(grad.dtype == dtype for grad in outcome.grads.values())

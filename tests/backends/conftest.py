@@ -1,4 +1,4 @@
-"""Machines that a backend test may pretend to run on."""
+"""Fixtures for the backend tests: machines that they may pretend to run on, and tiles of kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBES = (
 
 @pytest.fixture(autouse=True)
 def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No package but torch, whatever this machine has; what is there is asked once a process, here once a test."""
+    """Hide every package but torch. Installed packages are looked up once a process; here, once a test."""
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "xformers"):
         monkeypatch.setitem(sys.modules, name, None)
     for probe in PROBES:
@@ -39,7 +39,10 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """``machine(7, 5)``: torch reports a CUDA device of that compute capability. Shapes say ``cuda`` then."""
+    """Return a function: after ``machine(7, 5)`` torch reports a CUDA device of that compute capability.
+
+    The shapes of such a test name the device ``cuda``.
+    """
 
     def report(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -50,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 @pytest.fixture
 def capable_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """``capable_cpu(9, 0)``: backends take CPU tensors for that GPU's, so that their ``run`` can be called."""
+    """Return a function: after ``capable_cpu(9, 0)`` backends take CPU tensors for that GPU's, so ``run`` works."""
 
     def report(major: int, minor: int) -> None:
         for module in (limits, flash_attn):
@@ -61,7 +64,7 @@ def capable_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 @pytest.fixture
 def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention uncompiled, as it runs on a CPU: forward only."""
+    """Run FlexAttention uncompiled, as a CPU does; it then has a forward only."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
@@ -69,7 +72,7 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
-    """``cut(tile)``: every one of our own attention kernels is cut up so."""
+    """Return a function: after ``cut(tile)`` all of our own attention kernels use this tile."""
     from fastpack.ops.kernels import attention, attention_backward
 
     def cut(tile: AttentionTile) -> None:

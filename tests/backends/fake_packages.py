@@ -1,7 +1,8 @@
-"""Stand-ins for kernels that are not installed: the real signatures, strict about what they are given.
+"""Stand-ins for kernels that are not installed, with the real signatures and strict checks of arguments.
 
-Each takes what the real function takes and refuses what it refuses (or would silently misread); the attention itself is
-plain torch on a CPU, from the arguments alone, and torch's own varlen FlashAttention kernel on a GPU. Signatures:
+Each accepts what the real function accepts, and refuses what that function refuses or would silently misread. On a CPU
+the attention is plain torch, computed from the arguments alone. On a GPU it is torch's own varlen FlashAttention
+kernel. Signatures:
 
 - FlashAttention 2.8, ``flash_attn/flash_attn_interface.py``; 3, ``hopper/flash_attn_interface.py``; 4,
   ``flash_attn/cute/interface.py`` (all Dao-AILab/flash-attention);
@@ -25,7 +26,7 @@ from torch import Tensor
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> types.ModuleType:
-    """An importable module of this name, for the length of the test; hung under its parent where that is one too."""
+    """Install an importable module of this name for the length of the test, also as its parent's attribute."""
     built = types.ModuleType(name)
     origin = "a stand-in" if attributes else None  # a folder without code of its own has none
     built.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, origin=origin, is_package=True)
@@ -49,7 +50,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Packed causal attention in plain torch; ``left`` is how many tokens before itself a query sees."""
+    """Compute packed causal attention in plain torch; a query sees ``left`` tokens before itself."""
     out: list[Tensor] = []
     groups = q.shape[1] // k.shape[1]
     for begin, end in itertools.pairwise(offsets):
@@ -72,7 +73,7 @@ def attention(
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, left: int | None, **more: Any
 ) -> Tensor:
-    """:func:`attention` on a CPU; on a GPU torch's FlashAttention-2, through its own autograd."""
+    """Run :func:`attention` on a CPU; on a GPU run torch's FlashAttention-2, with its own autograd."""
     if not q.is_cuda:
         return attention(q, k, v, cu_seqlens.tolist(), scale, left, **more)
     from torch.nn.attention.varlen import varlen_attn
@@ -107,7 +108,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, q_ends: Any, k_ends: Any, q_ma
 
 
 def check_window(window_size: Any, none: int | None) -> int | None:
-    """``(left, right)``: ``(none, none)`` for no limit, else tokens before the query, and 0 after it."""
+    """Check a window: ``(none, none)`` for no limit, else the tokens before the query, and 0 after it."""
     assert type(window_size) is tuple
     assert len(window_size) == 2
     if window_size == (none, none):
@@ -233,7 +234,7 @@ def flash_attn_4(calls: list[dict[str, Any]]) -> Callable[..., tuple[Tensor, Ten
 
 
 def install_flash_attn(monkeypatch: pytest.MonkeyPatch, *generations: int) -> list[dict[str, Any]]:
-    """These generations, as if they were installed; the calls that they get."""
+    """Install stand-ins for these generations, and return the list of their calls."""
     calls: list[dict[str, Any]] = []
     if 2 in generations or 4 in generations:
         functions = {"flash_attn_varlen_func": flash_attn_2(calls)} if 2 in generations else {}
@@ -246,7 +247,7 @@ def install_flash_attn(monkeypatch: pytest.MonkeyPatch, *generations: int) -> li
 
 
 class BlockDiagonalCausalMask:
-    """xformers' bias: made from lengths on a device, and turned into a local one by a window that counts the query."""
+    """xformers' bias, made from lengths on a device; a window that counts the query makes it a local one."""
 
     def __init__(self, lengths: list[int], device: torch.device, window: int | None = None) -> None:
         self.offsets = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -275,7 +276,7 @@ class BlockDiagonalCausalMask:
 def install_xformers(
     monkeypatch: pytest.MonkeyPatch, *, built_with_cuda: bool = True, failed: Exception | None = None
 ) -> list[dict[str, Any]]:
-    """xformers, as if it were installed, or had failed so when it loaded its kernels; the calls that it gets."""
+    """Install a stand-in for xformers, or for one whose kernels ``failed`` to load; return the list of calls."""
     calls: list[dict[str, Any]] = []
 
     def memory_efficient_attention(
@@ -313,7 +314,7 @@ def install_xformers(
 
 
 def install_varlen_attn(monkeypatch: pytest.MonkeyPatch, *, asks_for_gqa: bool) -> list[dict[str, Any]]:
-    """torch's ``varlen_attn`` as torch 2.11 has it, or as 2.13 does, which asks for ``enable_gqa``."""
+    """Install torch's ``varlen_attn`` as in torch 2.11, or as in 2.13, which asks for ``enable_gqa``."""
     from torch.nn.attention import varlen
 
     calls: list[dict[str, Any]] = []

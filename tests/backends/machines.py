@@ -1,4 +1,4 @@
-"""GPUs by compute capability, and what attention can be asked for on them."""
+"""GPUs by compute capability, and shapes of the attention that is requested on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.
 
 
 def shape(device: str = "cuda", dtype: torch.dtype = BF16, window: int | None = None, **changes: Any) -> AttentionShape:
-    """Llama's attention, and what is changed of it."""
+    """Return Llama's attention with some ``changes``."""
     facts: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
     facts |= {"total_tokens": 4096, "num_sequences": 8, "max_seqlen": 900, "visibility": Visibility(window)}
     return AttentionShape(torch.device(device), dtype, **{**facts, **changes})

@@ -1,4 +1,4 @@
-"""Calls of fastpack's own attention kernels, their tiles, and what their launchers return."""
+"""Helpers that call fastpack's own attention kernels with chosen tiles, and collect their launchers' results."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ TILED = [
 ]
 
 Cut = Callable[[AttentionTile], None]
-"""Cuts every kernel up so: a fixture of :mod:`conftest`."""
+"""A function that sets every kernel's tile: a fixture of :mod:`conftest`."""
 
 
 def make(lengths: list[int], *, heads: int = 2, kv_heads: int = 1, size: int = 16, **settings: Any) -> AttentionCall:
-    """A call on random float32 heads."""
+    """Return a call on random float32 heads."""
     generator = torch.Generator().manual_seed(len(lengths))
     total = sum(lengths)
     q, k, v = (torch.randn(total, count, size, generator=generator) for count in (heads, kv_heads, kv_heads))
@@ -53,20 +53,20 @@ def offsets(*values: int) -> Tensor:
 
 
 def all_of(call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-    """Result, log-sum-exp and gradients, from the launchers themselves."""
+    """Return the result, the log-sum-exp and the gradients, straight from the launchers."""
     return all_and_arrivals(call, cu_seqlens, grad, rows)[0]
 
 
 def all_and_arrivals(
     call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """And how many pieces of each walk over queries were done, where walks may be shared."""
+    """Return :func:`all_of`, and the number of finished pieces of each walk over queries, if walks may be shared."""
     q, k, v = call.q, call.k, call.v
     scores = Scores(call.scale, call.window, call.softcap)
     out, lse = attention.forward(q, k, v, call.sinks, cu_seqlens, scores, rows=rows)
     arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens)
     if arrivals is not None:
-        arrivals.fill_(77)  # whatever the memory held
+        arrivals.fill_(77)  # memory may hold anything
     shared = {"rows": rows, "arrivals": arrivals}
     dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, scores, **shared)
     dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, scores, **shared)

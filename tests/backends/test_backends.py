@@ -1,7 +1,7 @@
-"""Every backend computes packed causal attention, forward and gradients: what a CPU can show.
+"""Every backend computes packed causal attention, forward and gradients, as far as a CPU can show.
 
-``reference`` and ``segments`` run as they are. Kernels that need a GPU or a package are called through stand-ins that
-check what they are given (``fake_packages.py``); the kernels themselves are measured in ``test_backends_gpu.py``.
+``reference`` and ``segments`` run unchanged. Kernels that need a GPU or a package are replaced by stand-ins that check
+their arguments (``fake_packages.py``). The kernels themselves are measured in ``test_backends_gpu.py``.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ CALLED_SAME_SIZES = {**CALLED, "value_dim": ("same",)}
 
 
 def in_cpu_dtypes(cases: list[Case]) -> pytest.MarkDecorator:
-    """Every case in float64 and float32; in bfloat16, slow on a CPU, every third."""
+    """Return every case in float64 and float32, and every third in bfloat16, which is slow on a CPU."""
     every = [(case, dtype) for dtype in (torch.float64, torch.float32) for case in cases]
     return pytest.mark.parametrize(("case", "dtype"), every + [(case, torch.bfloat16) for case in cases[::3]], ids=str)
 
 
 def test_the_cover_is_one() -> None:
-    """Any two values of two factors meet in a case, so that no pair goes untested."""
+    """Any two values of two factors meet in some case, so that no pair is left untested."""
     names = tuple(FACTORS)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
@@ -57,7 +57,7 @@ def test_the_cover_is_one() -> None:
 
 @pytest.mark.parametrize("case", EVERYTHING, ids=str)
 def test_plain_torch_and_the_formula_agree(case: Case) -> None:
-    """The two yardsticks of these tests are independent of each other; so are their gradients."""
+    """The two yardsticks of these tests are independent, and so are their gradients."""
     result = errors(measure(plain, case.make(torch.float64)), truth_of(case, "cpu"))
     assert max(result.values()) < 1e-12, result
 
@@ -89,7 +89,7 @@ def test_half_precision_of_a_t4(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "segments"])
 def test_naive_concatenation_fails_the_same_check(backend: str) -> None:
-    """The negative control: one sequence of all tokens is far outside the bound."""
+    """Negative control: one sequence of all tokens is far outside the bound."""
     case = Case()
     call = case.make(torch.float32)
     naive = replace(call, packed=PackedSeqLens.from_lengths([call.packed.total_tokens]))
@@ -100,7 +100,7 @@ def test_naive_concatenation_fails_the_same_check(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "segments"])
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_sequence_is_not_moved_by_its_neighbours(backend: str, window: int | None) -> None:
-    """NaN in one sequence reaches no other: what is masked is never multiplied by zero."""
+    """NaN in one sequence reaches no other sequence: masked values are never multiplied by zero."""
     call = Case(window=window).make(torch.float32)
     begin, end = call.packed.cu_seqlens[2:4].tolist()
     spoilt = [t.detach().clone() for t in (call.q, call.k, call.v)]
@@ -116,7 +116,7 @@ def test_a_sequence_is_not_moved_by_its_neighbours(backend: str, window: int | N
 @pytest.mark.parametrize("backend", ["reference", "segments"])
 @pytest.mark.parametrize("lengths", [(90, 90), (520, 1)])
 def test_dropout_drops_and_keeps_the_mean(backend: str, lengths: tuple[int, ...]) -> None:
-    """A weight survives with probability 0.5 and is doubled: ones stay one on average, and single outputs don't."""
+    """A weight survives with probability 0.5 and is doubled. So ones average to one, but single outputs differ."""
     torch.manual_seed(0)
     packed = PackedSeqLens.from_lengths(lengths)
     q, k = (torch.randn(packed.total_tokens, 2, 8) for _ in range(2))
@@ -128,7 +128,7 @@ def test_dropout_drops_and_keeps_the_mean(backend: str, lengths: tuple[int, ...]
 
 
 def test_the_gradient_of_sinks_is_rounded_once() -> None:
-    """Not once a sequence: in bfloat16 sixty roundings would be an error of several percent."""
+    """It is not rounded once for each sequence: in bfloat16, sixty roundings would add up to several percent."""
     total = 60 * 11 // 2
     call = replace(
         Case(sinks=True).make(torch.bfloat16),
@@ -148,7 +148,7 @@ def test_the_gradient_of_sinks_is_rounded_once() -> None:
 @pytest.mark.parametrize("case", pairwise({**FACTORS, "head_dim": (16, 64)}), ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_forward(case: Case, eager_flex: None) -> None:
-    """Its block mask, softcap, grouped heads, and sinks by the log-sum-exp; a CPU has no backward of it."""
+    """This covers its block mask, softcap, grouped heads, and sinks through the log-sum-exp; a CPU has no backward."""
     out = flex.run(case.make(torch.float64, requires_grad=False))
     truth = truth_of(case, "cpu").out
     assert out.dtype == torch.float64

@@ -1,6 +1,6 @@
-"""Every backend's real kernel on a GPU: exact forward and backward, isolated, without waiting, in linear memory.
+"""Every backend's real kernel on a GPU: exact in both passes, isolated, without waiting, in linear memory.
 
-FlashAttention's own packages and xformers are stood in for, by torch's own varlen kernel behind their signatures.
+FlashAttention's packages and xformers are replaced by torch's own varlen kernel behind their signatures.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ EVERY = [(name, dtype, case) for name, (dtypes, cases) in CASES.items() for dtyp
 
 @pytest.fixture(autouse=True)
 def _never_eager() -> Iterator[None]:
-    """FlexAttention past its limit of compilations would run uncompiled, in T x T memory, and pass."""
+    """Fail at FlexAttention's limit of compilations, where it would run uncompiled in T x T memory and pass."""
     import torch._dynamo
 
     limits = {"recompile_limit": 200, "accumulated_recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
@@ -81,7 +81,7 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(name: str, call: AttentionCall) -> None:
-    """Go on where this GPU can; an Ampere or later can do everything that is asked for here."""
+    """Skip the test if this GPU can't serve the call. From Ampere on a GPU must serve every call of these tests."""
     reason = BACKENDS[name].rejects(call.shape)
     if reason is not None:
         if torch.cuda.get_device_capability() >= (8, 0):
@@ -92,7 +92,7 @@ def serve(name: str, call: AttentionCall) -> None:
 
 @pytest.mark.parametrize(("name", "dtype", "case"), EVERY, ids=str)
 def test_exact(name: str, dtype: torch.dtype, case: Case) -> None:
-    """In half precision within 1.5 times the error of plain torch operations in that dtype, in float32 within 1e-5."""
+    """In half precision the bound is 1.5 times the error of plain torch in that dtype; in float32 it is 1e-5."""
     serve(name, case.make(dtype, "cuda"))
     assert_exact(partial(attend, attention=name), case, dtype, "cuda")
 
@@ -110,7 +110,7 @@ def test_later_generations_of_flash_attn(generation: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_sequence_is_not_moved_by_its_neighbours(name: str, window: int | None) -> None:
-    """Whatever one sequence holds, the output of every other is the same to the bit."""
+    """Whatever one sequence holds, all other sequences' outputs are the same to the bit."""
     call = Case(window=window).make(BF16, "cuda")
     serve(name, call)
     begin, end = [0, 7, 8, 27, 46, 79, 80][2:4]
@@ -127,7 +127,7 @@ def test_a_sequence_is_not_moved_by_its_neighbours(name: str, window: int | None
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_no_layer_waits_for_the_gpu(name: str, window: int | None) -> None:
-    """Forward and backward, the first layer of a batch (which may build a mask) and the next."""
+    """This holds in both passes, for the first layer of a batch (which may build a mask) and for the next."""
     case = Case(window=window)
     warm = case.make(BF16, "cuda")
     serve(name, warm)
@@ -174,8 +174,11 @@ def test_autocast(name: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=str)
 @pytest.mark.parametrize("name", ["mem_efficient", "segments"])
 def test_dropout_is_the_same_in_backward(name: str, dtype: torch.dtype) -> None:
-    """The output is linear in v: its square is the product of v and the gradient under itself as cotangent, if the same
-    weights were dropped in both directions; other ones would give about half of it."""
+    """The backward drops the same weights as the forward, since the output is linear in v.
+
+    Then the output's square equals the product of v and its gradient, with the output as cotangent. With other weights
+    it would be about half of that.
+    """
     call = replace(Case(lengths="long", groups=1).make(dtype, "cuda"), dropout=0.5)
     serve(name, call)
     torch.manual_seed(0)
@@ -188,7 +191,7 @@ def test_dropout_is_the_same_in_backward(name: str, dtype: torch.dtype) -> None:
 
 
 def test_flex_does_not_compile_again_for_other_lengths() -> None:
-    """Past eight variants torch would stop compiling, silently: lengths that change must not make one each."""
+    """Torch silently stops compiling after eight variants, so new lengths must not make a variant each."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -208,7 +211,7 @@ def test_flex_does_not_compile_again_for_other_lengths() -> None:
 
 
 def test_what_auto_takes_here() -> None:
-    """With the packages stood in for, and the kernel that ran is the one that was chosen."""
+    """Packages are replaced by stand-ins; the kernel that ran must be the chosen one."""
     call = Case(head_dim=32).make(BF16, "cuda")  # on Hopper `auto` takes our own kernel for heads of 64 to 128
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("THIS GPU: FlashAttention needs compute capability 8.0")

@@ -1,4 +1,4 @@
-"""The backend that serves each shape on each machine, and why the others do not."""
+"""The backend that serves each shape on each machine, and the reasons why the others do not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
     ("segments", None, shape("cpu", FLOAT)),
     ("segments", None, shape("cpu", BF16, window=7, dropout=0.1)),
     ("segments", None, shape("mps", HALF)),
-    ("segments", None, shape("cuda", HALF)),  # asked ahead of time where there is no GPU
+    ("segments", None, shape("cuda", HALF)),  # requested in advance, on a machine without a GPU
     ("reference", None, shape("cpu", FLOAT, softcap=50.0)),
     ("reference", None, shape("cpu", FLOAT, sinks=True)),
     ("mem_efficient", T4, shape(dtype=HALF)),
@@ -61,12 +61,12 @@ CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
     ("segments", H100, shape(dtype=DOUBLE)),
     ("segments", H100, shape(head_dim=12, value_dim=12)),
     ("reference", A100, shape(dtype=HALF, softcap=50.0, head_dim=8, value_dim=8)),
-    ("triton_packed", H100, shape(head_dim=128, value_dim=128)),  # where it was measured to be faster
+    ("triton_packed", H100, shape(head_dim=128, value_dim=128)),  # it was measured to be faster here
     ("triton_packed", H100, shape(head_dim=96, value_dim=96, window=512)),
     ("triton_packed", H100, shape(head_dim=64, value_dim=64)),
     ("triton_packed", H100, shape(head_dim=64, value_dim=64, num_heads=14, num_kv_heads=2)),
     ("triton_packed", H100, shape(head_dim=64, value_dim=64, num_kv_heads=32)),
-    ("torch_varlen", H100, shape(head_dim=48, value_dim=48)),  # and where it was not
+    ("torch_varlen", H100, shape(head_dim=48, value_dim=48)),  # and not to be faster here
     ("torch_varlen", A100, shape(head_dim=64, value_dim=64)),
     ("torch_varlen", A100, shape(head_dim=128, value_dim=128)),
     ("torch_varlen", H100, shape(head_dim=256, value_dim=256)),
@@ -90,7 +90,7 @@ def test_choice(
     if gpu is not None:
         machine(*gpu)
     assert choose(requested) == expected
-    # the first that can, in the order of the table, and by its name too
+    # the first backend of the table that can serve is chosen; it can be requested by name too
     able = [name for name, why in explain(requested).items() if why is None]
     assert able[0] == expected
     assert all(choose(requested, name) == name for name in able)
@@ -138,7 +138,7 @@ UNKNOWN = {"total_tokens": 0, "num_sequences": 0, "max_seqlen": 0}
         ((2,), H100, MIXED, "triton_packed"),
         ((3,), H100, LONG, "flash_attn"),
         ((3,), H100, SHORT, "triton_packed"),
-        ((4,), B200, SHORT, "flash_attn"),  # where ours was not measured
+        ((4,), B200, SHORT, "flash_attn"),  # our kernel was not measured here
         ((2,), A100, SHORT, "flash_attn"),
     ],
 )
@@ -237,7 +237,7 @@ def test_no_backend_sees_earlier_segments() -> None:
 
 
 def test_unknown_visibility_is_refused() -> None:
-    """Also compiled, where a region asks for it."""
+    """This also holds when a compiled region makes the check."""
 
     @dataclass(frozen=True)
     class Ahead(Visibility):
@@ -254,7 +254,7 @@ def test_unknown_visibility_is_refused() -> None:
 
 
 def test_a_backend_without_windows_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does not name is another's to serve; by its name it is refused aloud."""
+    """A backend gets no call with a field that it doesn't name in SERVES. Requested by name, it raises an error."""
     assert choose(shape("cpu", window=7)) == "segments"
     monkeypatch.setattr(segments, "SERVES", ())
     assert choose(shape("cpu", window=7)) == "reference"

@@ -1,4 +1,4 @@
-"""What a backend may not do: hold anything of size T x T, build a mask twice, or leave autocast's dtype."""
+"""The costs that no backend may have: anything of size T x T, two masks of one batch, or a dtype not autocast's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation under it returned."""
+    """A mode that records the largest number of elements that any operation inside returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ LONG = [4096]
     ],
 )
 def test_nothing_of_size_t_by_t(attention: str, call: AttentionCall) -> None:
-    """Forward and backward, of 3000 tokens in 30 sequences and of one long sequence."""
+    """Forward and backward run on 3000 tokens in 30 sequences, and on one long sequence."""
     total = call.packed.total_tokens
     assert total in (3000, 4096)
     with Largest() as largest:
@@ -83,7 +83,7 @@ def test_a_block_mask_is_made_of_blocks(lengths: list[int], window: int | None) 
 
 
 def test_the_meter_sees_a_mask_of_size_t_by_t() -> None:
-    """The negative control: the stock way would be found out."""
+    """Negative control: the measure detects the stock mask."""
     packed = PackedSeqLens.from_lengths(MANY)
     with Largest() as largest:
         create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 3000, 3000, device="cpu")
@@ -94,7 +94,7 @@ def test_the_meter_sees_a_mask_of_size_t_by_t() -> None:
 
 
 def dense_blocks(count: Tensor, indices: Tensor) -> Tensor:
-    """``[Q, K]`` bool, from how many blocks each row sees and which."""
+    """Return a bool mask ``[Q, K]`` from the number of blocks that each row sees, and their indices."""
     dense = torch.zeros(indices.shape[-2:], dtype=torch.bool)
     for row, many in enumerate(count.flatten().tolist()):
         dense[row, indices[0, 0, row, :many].long()] = True
@@ -132,7 +132,7 @@ def test_block_mask_is_what_torch_makes(lengths: list[int], window: int | None) 
     assert mine.BLOCK_SIZE == theirs.BLOCK_SIZE
     assert mine.seq_lengths == theirs.seq_lengths
     assert torch.equal(mine.to_dense(), theirs.to_dense())
-    for side in ("kv", "q"):  # the second is what the backward walks
+    for side in ("kv", "q"):  # the backward walks over the second
         for kind in ("", "full_"):
             count, indices = (f"{kind}{side}_num_blocks", f"{kind}{side}_indices")
             actual = dense_blocks(getattr(mine, count), getattr(mine, indices))
@@ -197,7 +197,7 @@ def test_autocast_reaches_the_backend(softcap: float | None, monkeypatch: pytest
 
 
 def test_the_reference_computes_in_float32_under_autocast() -> None:
-    """Its own products must not fall to autocast's dtype: it is what the others are measured against."""
+    """Autocast must not lower the dtype of its matmuls, since others are measured against it."""
     call = Case().make(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         under = attend(call, "reference")

@@ -1,4 +1,4 @@
-"""Attention packages that this machine really has, not stand-ins: every generation of FlashAttention, and xformers."""
+"""Attention packages that are installed on this machine, not stand-ins: all generations of FlashAttention, xformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Attend = Callable[[AttentionCall], Tensor]
 
 @pytest.fixture(autouse=True)
 def _nothing_installed() -> None:
-    """The other tests' fixture of this name hides packages; here what is installed counts."""
+    """Replace the other tests' fixture of this name, which hides packages: here installed packages are tested."""
     for probe in (flash_attn._installed, flash_attn._import_error, flash_attn._function, xformers._unusable):
         probe.cache_clear()
 
 
 @pytest.fixture(params=PACKAGES)
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One package alone, or a skip that says why it can't be run here."""
+    """Return one package's name, or skip with the reason why it can't run here."""
     name, _, number = request.param.partition(" ")
     if name == "flash_attn":
         alone = tuple(g for g in flash_attn.GENERATIONS if g.number == int(number))

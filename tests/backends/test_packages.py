@@ -1,4 +1,4 @@
-"""Optional packages: which generation of FlashAttention serves, and why another can't."""
+"""Optional packages: the generation of FlashAttention that serves, and why another can't."""
 
 from __future__ import annotations
 
@@ -171,13 +171,13 @@ def test_xformers_without_cuda_kernels(machine: Machine, monkeypatch: pytest.Mon
 
 
 def test_xformers_that_does_not_import(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_packages.module(monkeypatch, "xformers")  # and nothing in it
+    fake_packages.module(monkeypatch, "xformers")  # an empty module
     machine(*H100)
     assert "does not import with torch" in str(xformers.rejects(shape()))
 
 
 class Linker:
-    """What stands for ``ctypes.CDLL``, without the libraries that it is not to find; what was asked of it."""
+    """A stand-in for ``ctypes.CDLL`` that does not find some libraries, and records the requested names."""
 
     def __init__(self, *missing: str) -> None:
         self.missing = missing
@@ -191,7 +191,7 @@ class Linker:
 
 @pytest.fixture
 def linker(monkeypatch: pytest.MonkeyPatch) -> Linker:
-    """One that does not find the library that xformers needs."""
+    """Return a linker that does not find the library that xformers needs."""
     linker = Linker(xformers.RUNTIME)
     monkeypatch.setattr(ctypes, "CDLL", linker)
     return linker
@@ -199,7 +199,7 @@ def linker(monkeypatch: pytest.MonkeyPatch) -> Linker:
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library, as its package installs it."""
+    """Return the library's path, with its package's metadata installed."""
     info = tmp_path / "nvidia_cuda_runtime_cu12-12.9.79.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {xformers.RUNTIME_PACKAGE}\nVersion: 12.9.79\n")
@@ -209,7 +209,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of_the_linker(library: str) -> Exception:
-    """As xformers reports it: its own error, over torch's, over the linker's."""
+    """Return an error as xformers raises it: its own over torch's over the linker's."""
     error, of_torch = RuntimeError("can't load C++/CUDA extensions"), OSError("Could not load this library: _C.so")
     of_torch.__cause__ = OSError(f"{library}: cannot open shared object file: No such file or directory")
     error.__cause__ = of_torch
@@ -281,7 +281,7 @@ def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, mo
         "dropout": {"dropout": 0.1},
     }
     assert doctor.LIMITS.keys() == BACKENDS.keys()
-    for name in BACKENDS.keys() - {"flash_attn"}:  # whose generations differ
+    for name in BACKENDS.keys() - {"flash_attn"}:  # its generations differ
         assert BACKENDS[name].rejects(shape(dtype=HALF)) is None, name
         served = [
             feature for feature, facts in features.items() if not BACKENDS[name].rejects(shape(dtype=HALF, **facts))

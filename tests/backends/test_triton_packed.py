@@ -1,6 +1,6 @@
-"""Fastpack's own attention kernels, through Triton's interpreter; on a GPU what only a GPU can show.
+"""Fastpack's own attention kernels, through Triton's interpreter, and on a GPU for what only a GPU can show.
 
-``test_backends_gpu.py`` measures the compiled kernels as it does every backend, ``test_triton_packed_sharing.py`` has
+``test_backends_gpu.py`` measures the compiled kernels like every other backend. ``test_triton_packed_sharing.py`` tests
 walks that several programs share.
 """
 
@@ -35,7 +35,7 @@ from fastpack.ops.kernels import attention, attention_backward, launch
 from fastpack.ops.kernels.attention import AttentionTile, Scores
 from fastpack.packing.seqlens import PackedSeqLens
 
-# Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled
+# Triton's interpreter multiplies the bits of bfloat16, so bfloat16 is tested with compiled kernels
 CASES = pairwise({**FACTORS, "lengths": ("mixed", "ones", "alone"), "head_dim": (8, 64), "groups": (1, 4, 7)})
 EVERY = [(case, FLOAT) for case in CASES] + [(case, HALF) for case in CASES[::3]]
 SIZES = [
@@ -86,13 +86,13 @@ def test_many_tiles_of_the_usual_size(window: int | None) -> None:
 @interpreted
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive(scale: float) -> None:
-    """The largest score of a row is looked for before it is scaled."""
+    """The kernel looks for the largest score of a row before it applies the scale."""
     assert_exact(triton_packed.run, Case(scale=scale, head_dim=8), FLOAT)
 
 
 @interpreted
 def test_naive_concatenation_fails_the_same_check() -> None:
-    """The negative control: one sequence of all tokens is far outside the bound."""
+    """Negative control: one sequence of all tokens is far outside the bound."""
     case = Case()
     call = case.make(FLOAT)
     naive = replace(call, packed=PackedSeqLens.from_lengths([call.packed.total_tokens]))
@@ -104,7 +104,7 @@ def test_naive_concatenation_fails_the_same_check() -> None:
 @interpreted
 @pytest.mark.parametrize("sinks", [False, True])
 def test_sequences_that_do_not_count_are_left_out(sinks: bool) -> None:
-    """The others are what they are alone, bit for bit; nobody reads what comes behind, and zeros are written there."""
+    """They are not read and get zeros. The others have the same bits as when they are computed alone."""
     call = make([5, 40, 3], heads=4, kv_heads=2, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None)
     grad = torch.randn(48, 4, 16, generator=torch.Generator().manual_seed(1))
     parts = {name: getattr(call, name)[:45].clone() for name in "qkv"}
@@ -123,7 +123,7 @@ def test_sequences_that_do_not_count_are_left_out(sinks: bool) -> None:
 @interpreted
 @pytest.mark.parametrize("sinks", [False, True])
 def test_what_the_forward_keeps(sinks: bool) -> None:
-    """The log-sum-exp of base 2, ``[T, H]``, is that of the scores and the sink."""
+    """It keeps the log-sum-exp ``[T, H]`` of the scores and the sink, in base 2."""
     call = make([5, 1, 3], heads=4, kv_heads=2, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None)
     _, lse = attention.forward(call.q, call.k, call.v, call.sinks, call.packed.cu_seqlens, Scores(call.scale))
     scores = torch.einsum("qhd,khd->qhk", call.q, call.expanded_kv()[0]) * call.scale
@@ -137,7 +137,7 @@ def test_what_the_forward_keeps(sinks: bool) -> None:
 
 @interpreted
 def test_large_scores_do_not_overflow() -> None:
-    """Exponents of up to several hundred, of which the largest is subtracted before."""
+    """Exponents reach several hundred; the largest is subtracted first."""
     call = make([40, 3])
     call = replace(call, scale=100.0)
     wide = call.with_qkv(call.q.double(), call.k.double(), call.v.double())
@@ -153,7 +153,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.slow
 @interpreted
 def test_offsets_that_repeat() -> None:
-    """Sequences without a token, at the end as in a bucket or between others, change no bit."""
+    """Sequences without a token change no bit, at the end (as in a bucket) or between other sequences."""
     call = make([7, 1, 19])
     grad = torch.randn_like(call.q)
     expected = all_of(call, offsets(0, 7, 8, 27), grad)
@@ -161,7 +161,7 @@ def test_offsets_that_repeat() -> None:
         offsets(0, 7, 8, 27, 27, 27, 27),
         offsets(0, 0, 7, 8, 27),
         offsets(0, 7, 7, 7, 8, 8, 27),
-        offsets(*([0] * 260), 7, 8, *([27] * 20)),  # more of them than are read at once
+        offsets(*([0] * 260), 7, 8, *([27] * 20)),  # more offsets than are read at once
     ):
         assert same(all_of(call, cu_seqlens, grad), expected)
     assert not same(all_of(call, offsets(0, 7, 9, 27), grad), expected)
@@ -169,7 +169,7 @@ def test_offsets_that_repeat() -> None:
 
 @interpreted
 def test_a_bucket() -> None:
-    """The real tokens of a batch that was rounded up are what they were."""
+    """Rounding a batch up to a bucket does not change the results of its real tokens."""
     call = make([70, 1, 19])
     packed = call.packed.bucketed()
     assert (packed.total_tokens, packed.cu_seqlens.numel()) == (128, 17)
@@ -181,7 +181,7 @@ def test_a_bucket() -> None:
 @interpreted
 @pytest.mark.parametrize("seed", range(4))
 def test_every_tile_finds_its_sequence(seed: int, cut: Cut) -> None:
-    """Random lengths, on and off the edges of tiles whose tokens are no power of two."""
+    """Lengths are random, on and off the edges of tiles, whose tokens are no power of two."""
     draw = random.Random(seed)
     cut((ONE_LOOP, TWO_LOOPS)[seed % 2])
     lengths = [draw.choice([1, 2, 5, 15, 16, 17, 31, 32, 33]) for _ in range(draw.randint(1, 9))]
@@ -192,7 +192,7 @@ def test_every_tile_finds_its_sequence(seed: int, cut: Cut) -> None:
 
 @interpreted
 def test_lengths_are_read_on_the_device_alone() -> None:
-    """As in a recorded launch: the offsets change beneath a call that knows no lengths."""
+    """As in a recorded launch, the offsets change while the call knows no lengths."""
     call = make([7, 1, 19])
     cu_seqlens = call.packed.cu_seqlens.clone()
     unknown = PackedSeqLens((), cu_seqlens, call.packed.position_ids, max_seqlen=512)
@@ -209,7 +209,7 @@ def test_lengths_are_read_on_the_device_alone() -> None:
 @pytest.mark.parametrize("sharing", [0, 1000])
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_sequence_is_not_moved_by_its_neighbours(window: int | None, sharing: int, cut: Cut) -> None:
-    """NaN in one sequence, and in its gradient, reaches no other: what is masked is never multiplied by zero."""
+    """NaN in a sequence or its gradient reaches no other one: masked values are never multiplied by zero."""
     case = Case(window=window, head_dim=8)
     cut(replace(ONE_LOOP, sharing=sharing))
     call = case.make(FLOAT, requires_grad=False)
@@ -231,7 +231,7 @@ def test_a_sequence_is_not_moved_by_its_neighbours(window: int | None, sharing: 
 
 @interpreted
 def test_any_strides() -> None:
-    """Slices of one projection, heads before tokens, a step in the last dimension, expanded gradients: same bits."""
+    """Slices of a projection, heads before tokens, a last stride above 1, expanded gradients: the bits are the same."""
     call = make([7, 1, 19], heads=4, kv_heads=2)
     expected, *gradients = all_of(call, call.packed.cu_seqlens, torch.ones_like(call.q))
     gradients = gradients[1:]  # without the log-sum-exp
@@ -243,7 +243,7 @@ def test_any_strides() -> None:
         [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (call.q, call.k, call.v)],
         (call.q, stepped, call.v),
     ):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]  # with the strides that they have
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]  # with their strides
         out = triton_packed.run(call.with_qkv(*leaves))
         assert torch.equal(out, expected)
         assert same(list(torch.autograd.grad(out.sum(), leaves)), gradients)
@@ -266,7 +266,7 @@ def test_unneeded_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_stages_that_fit_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory holds one side of a tile, and one of the other for each stage."""
+    """Shared memory holds one side of a tile once, and the other side once for each stage."""
     q = v = torch.empty(1, 4, 128, dtype=HALF)
     table = {128: AttentionTile(rows=64, keys=32, warps=4, stages=3)}
     each = 32 * 256 * 2
@@ -312,7 +312,7 @@ def test_the_same_bits_each_time(heads: int, kv_heads: int, size: int) -> None:
 
 @pytest.mark.gpu
 def test_a_recorded_launch_serves_other_lengths() -> None:
-    """Recorded with one batch, replayed with another of the same T and N, of which some have no token."""
+    """It is recorded with one batch, and replayed with others of the same T and N, some without tokens."""
     batches = [[100, 28, 1, 127], [256, 0, 0, 0], [3, 250, 3, 0]]
     ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in batches]
     call = on_gpu(batches[0], 8, 2, 64)
@@ -342,7 +342,7 @@ def test_a_recorded_launch_serves_other_lengths() -> None:
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last sequence of 2^31 elements is what it is alone, and not shared, as it is among so many."""
+    """The last sequence among 2^31 elements has the same bits as alone, with shared walks switched off."""
     monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
     tokens, heads, size = 2**20 + 300, 16, 128
     q = torch.zeros(tokens, heads, size, device="cuda", dtype=torch.bfloat16)

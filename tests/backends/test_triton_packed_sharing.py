@@ -28,7 +28,7 @@ from fastpack.backends import triton_packed
 from fastpack.ops.kernels import attention, attention_backward
 from fastpack.ops.kernels.attention import AttentionTile
 
-# at most so many pieces, of at least so many steps
+# case, tile, the most pieces of a walk, the fewest steps of a piece
 SHARED = [(case, tile, 4, 1) for case, tile in TILED]
 SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_dim=8), ONE_LOOP, 4, 2)]
 
@@ -40,7 +40,7 @@ SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_di
 def test_shared_walks(
     case: Case, tile: AttentionTile, most: int, least: int, cut: Cut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several programs add up the gradients of a tile of keys; the others have it to themselves."""
+    """Several programs add up the gradients of long walks' tiles of keys; each other tile has one program."""
     cut(replace(tile, sharing=1000))
     monkeypatch.setattr(attention_backward, "MOST_PIECES", most)
     monkeypatch.setattr(attention_backward, "LEAST_STEPS", least)
@@ -49,7 +49,7 @@ def test_shared_walks(
     call = case.make(FLOAT, requires_grad=False)
     lengths, starts = call.packed.lengths, call.packed.cu_seqlens.tolist()
     part, parts = attention.parts_of(case.groups)
-    for counted in (len(lengths), len(lengths) - 2):  # of the last two, one walk was shared
+    for counted in (len(lengths), len(lengths) - 2):  # one walk of the last two sequences is shared
         if counted < len(lengths):
             rows = offsets(starts[counted])
             kept.append(all_and_arrivals(call, call.packed.cu_seqlens, torch.ones_like(call.q), rows)[1])
@@ -69,7 +69,7 @@ def test_shared_walks(
 
 @interpreted
 def test_walks_are_not_shared_where_counters_would_not_be_zeroed(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile of 32 rows of one head has more tokens than one of 16 keys: the first kernel has fewer programs."""
+    """A tile of 32 rows of one head has more tokens than a tile of 16 keys, so the first kernel has fewer programs."""
     cut(replace(WIDE, sharing=1000))
     kept = record_arrivals(monkeypatch)
     assert_exact(triton_packed.run, Case(groups=1, head_dim=8), FLOAT)
@@ -77,7 +77,7 @@ def test_walks_are_not_shared_where_counters_would_not_be_zeroed(cut: Cut, monke
 
 
 def record_arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """What each launch of the kernel for keys was given."""
+    """Return a list to which the ``arrivals`` of each launch of the keys' kernel are added."""
     kept: list[Tensor | None] = []
     keys = attention_backward.keys
 
@@ -94,7 +94,7 @@ def record_arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 def test_shared_walks_are_what_one_program_makes(
     heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the order of sums in float32, with padding behind; any order of arrival, the same bits."""
+    """Only the order of float32 sums differs; in any order of arrival the bits are the same."""
     lengths = [441, 33, 370, 60, 112, 1, 122, 85]
     call = on_gpu(lengths, heads, kv_heads, size)
     rows = torch.tensor([sum(lengths[:-1])], dtype=torch.int32, device="cuda")

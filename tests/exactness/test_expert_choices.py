@@ -1,4 +1,4 @@
-"""Choices of one pass hold the next: the same indices and bools, with its own values and gradients."""
+"""Recorded choices of one pass are replayed in the next: the same indices and bools, with the new pass's values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUTED = [n for n in model_types() if n in FAMILIES and FAMILIES[n].routers and 
 
 
 class Router(nn.Module):
-    """Every way in which upstream's routers choose."""
+    """A router that chooses in every way in which upstream's routers choose."""
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values, picked = scores.topk(2, dim=-1)
@@ -82,7 +82,7 @@ def test_nothing_outside_of_the_module_is_replayed() -> None:
 
 @pytest.mark.parametrize("model_type", ROUTED)
 def test_rows_name_the_modules_that_choose(model_type: str) -> None:
-    """Each layer of experts has one, and it chooses."""
+    """Each layer of experts has one router, and it chooses."""
     model = build_tiny(model_type, **(GEMMA4_EXPERTS if model_type == "gemma4_text" else {}))
     routers = choosers_of(model, FAMILIES[model_type].routers)
     assert routers

@@ -1,4 +1,4 @@
-"""The oracle in half precision and with heads of a real size, and what it measures."""
+"""The oracle: its measures, half precision, and heads of a real size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_errors_are_those_of_the_worst_sequence_and_parameter() -> None:
 
 
 def test_nothing_to_compare_proves_nothing() -> None:
-    """Two passes without logits, without gradients, or with nothing but zeros in either; one zero of several is one."""
+    """Passes without logits or gradients, or with only zeros, prove nothing. One zero gradient of several is fine."""
     true = result([3.0, 4.0], [1.0, 0.0])
     for nothing in (true._replace(logits=[]), true._replace(grads={}), result([3.0, 4.0], [0.0, 0.0])):
         assert compare(nothing, nothing).worst == float("inf")
@@ -65,7 +65,7 @@ def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "xlnet"])
 def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> None:
-    """Experts that no row names, and a stock forward that takes no other dtype."""
+    """One model has experts that no row names; the other's stock forward takes no other dtype."""
     oracle = oracle_of(model_type, HALF)
     assert oracle.dtype == torch.float32
     assert oracle.bound == FULL_BOUND
@@ -74,7 +74,7 @@ def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> N
 
 
 def test_a_leak_is_seen_in_half_precision() -> None:
-    """In the stock model, which is told of the packing and does not know what it means."""
+    """The stock model leaks: it gets the packing's arguments, but ignores them."""
     assert (oracle_of("llama", HALF).prove(HALF.build("llama")).problem or "").startswith("not exact")
 
 

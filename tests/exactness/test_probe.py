@@ -1,4 +1,4 @@
-"""Sketches of large gradients keep their norms; inputs a rounding apart; the least precise dtype."""
+"""Probes: sketches of large gradients, inputs that differ by a rounding, and the least precise dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def probe_of(model: Any) -> Probe:
 
 @pytest.mark.parametrize("rank", [1, 50])
 def test_a_sketch_keeps_norms_of_differences(rank: int) -> None:
-    """Of matrices of any rank: signs are drawn element by element."""
+    """This holds for matrices of any rank, since signs are drawn for each element."""
     probe = probe_of(tiny_model("llama"))
     torch.manual_seed(0)
     weight = nn.Parameter(torch.empty(600, 400))
@@ -49,7 +49,7 @@ def test_a_rounding_off_is_the_next_number(dtype: torch.dtype) -> None:
 
 
 def test_how_far_a_nudge_goes() -> None:
-    """A share goes one further than the same nudge without it, and varies as much as a rounding does."""
+    """With a share, a nudge goes one step further than without, and varies as much as a rounding does."""
     far = Nudge(3, torch.bfloat16, spread=8)
     base, further = far.steps((300, 400)), replace(far, share=LIKE_ONE).steps((300, 400))
     assert base.unique().tolist() == list(range(-8, 9))
@@ -72,7 +72,7 @@ def test_the_other_attention() -> None:
 
 
 class FourBits(nn.Module):
-    """A linear layer as bitsandbytes has it: packed weights, and a dtype of its own to compute in."""
+    """A linear layer like bitsandbytes': packed weights, and a compute dtype of its own."""
 
     def __init__(self, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()

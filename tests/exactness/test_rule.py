@@ -1,4 +1,4 @@
-"""The rule itself: how far is too far, and when nobody can tell."""
+"""The exactness rule: which errors are too large, and when no verdict is possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_number_is_the_worst() -> None:
 
 
 def test_a_reference_of_zeros_proves_nothing() -> None:
-    """Two tensors of zeros are equal, and no check passes by it; beside larger ones they are one result of several."""
+    """Two tensors of zeros are equal, but pass no check by themselves; beside larger tensors they do."""
     zeros, ones = torch.zeros(3), torch.ones(3)
     assert relative(zeros, zeros) == relative(ones, zeros) == math.inf
     assert relative(zeros, zeros, floor=1e-3) == 0.0

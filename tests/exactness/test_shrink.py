@@ -1,4 +1,4 @@
-"""A config of a real checkpoint becomes a small one of the same traits, and a few dozen tokens cross its thresholds."""
+"""A real checkpoint's config becomes a small one with the same traits, whose thresholds a few dozen tokens cross."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def at(config: Any, name: str) -> Any:
 @pytest.mark.parametrize("head_dim", [8, 16, 64])
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_config(name: str, head_dim: int) -> None:
-    """It keeps its traits, its own is left as it was, and its model runs on more tokens than any threshold."""
+    """The small config keeps the traits, the original is unchanged, and the model runs past every threshold."""
     built, expected = REAL[name]
     config = built()
     before = config.to_dict()
@@ -126,7 +126,7 @@ def test_frequencies_are_as_many_as_a_small_head_has() -> None:
 
 
 def test_longrope_changes_beyond_its_length() -> None:
-    """Negative control of the small length: with the real one, no token of a small model is beyond it."""
+    """Negative control of the small length: no token of a small model would be beyond the real length."""
     (ids,) = make_sequences([LONGEST])
     config = REAL["phi 3.5"][0]()
     small, far = shrink(config), shrink(config)
@@ -139,7 +139,7 @@ def test_longrope_changes_beyond_its_length() -> None:
 
 
 def test_every_default_can_be_shrunk() -> None:
-    """Whatever else a config has: a small one of the same class comes out, with the same kinds of layers."""
+    """Every default config gives a small config of the same class, with the same kinds of layers."""
     failed = {}
     for model_type in set(model_types()) - NOT_BUILT.keys():
         config = model_class(model_type).config_class()

@@ -1,4 +1,4 @@
-"""Every family of transformers' causal-LM mapping has a tiny model, and a leak would show in it."""
+"""Every family of transformers' causal-LM mapping has a tiny model, in which a leak would show."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_kind_of_layer_of_the_default_config_occurs() -> None:
 
 
 def test_a_window_ends_what_the_first_token_reaches() -> None:
-    """The measure is 0 where no leak could be seen: two windows of 8 reach 14 tokens on."""
+    """The measure is 0 if no leak can show: two windows of 8 tokens reach 14 tokens further."""
     model = tiny.build_tiny("mistral")
     assert influence(model, length=15) > LEAST_INFLUENCE
     assert influence(model, length=16) == 0.0
@@ -150,7 +150,7 @@ def test_a_name_that_the_mapping_does_not_have_is_refused() -> None:
     ("own", "kinds"), [("mamba", ["mamba", "attention"]), ("conv", ["linear_attention", "full_attention"])]
 )
 def test_kinds_of_layers_are_in_the_words_of_the_release(own: str, kinds: list[str]) -> None:
-    """Granite's and Nemotron's hybrids had others before transformers 5.13."""
+    """Granite's and Nemotron's hybrids used other names before transformers 5.13."""
     assert tiny._in_the_words_of([own, own], ["linear_attention", "full_attention"]) == kinds
     assert tiny._in_the_words_of([own, own], 5) == 5
     assert tiny._in_the_words_of([[1], [2]], [[3]]) == [[3]]

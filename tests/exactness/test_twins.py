@@ -1,4 +1,4 @@
-"""A twin is the same whatever surrounds it, and what its config says acts."""
+"""Twins do not depend on the state around them, and every setting of their configs has an effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def twin(**kwargs: Any) -> Any:
 
 
 def test_a_twin_is_always_the_same() -> None:
-    """Whatever its classes draw, in whatever precision."""
+    """Neither its classes' initialisation nor its precision changes it."""
     first = twin().state_dict()
     torch.manual_seed(7)
     with no_init_weights():
@@ -58,7 +58,7 @@ def test_every_kind_of_layer_is_there() -> None:
 
 
 def test_no_token_comes_twice() -> None:
-    """The gradient of the embeddings is then that of each input."""
+    """The embeddings' gradient then holds the gradient of each input."""
     sequences = distinct_sequences()
     assert tuple(map(len, sequences)) == LENGTHS
     assert len(torch.cat(sequences).unique()) == sum(LENGTHS)

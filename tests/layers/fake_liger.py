@@ -1,4 +1,4 @@
-"""Liger's changes to a model, in plain torch: the same names in the same places, and a count of the calls."""
+"""A stand-in for Liger in plain torch: the same names in the same places, and a count of calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def liger_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsquee
 
 
 def _written_in(place: str, function: Any) -> Any:
-    """The same function, of another module."""
+    """Return the same function, as if it were from another module."""
     named = {**function.__globals__, "__name__": f"liger_kernel.transformers.{place}"}
     built = types.FunctionType(function.__code__, named, function.__name__, function.__defaults__)
     built.__qualname__ = function.__qualname__
@@ -72,12 +72,12 @@ liger_rotary_pos_emb = _written_in("rope", liger_rotary_pos_emb)
 
 
 def bind(module: Any, cls: type[nn.Module]) -> None:
-    """As Liger binds it: past ``setattr``."""
+    """Bind a class's forward to a module as Liger does, without ``setattr``."""
     module.__dict__["forward"] = cls.forward.__get__(module, type(module))
 
 
 def apply(model: Any, mlp: type[nn.Module] = LigerSwiGLUMLP) -> None:
-    """To a Llama, or what is built like one."""
+    """Apply the stand-in to a Llama, or to a model that is built like one."""
     backbone = model.base_model
     norms = [backbone.norm]
     for layer in backbone.layers:
@@ -89,7 +89,7 @@ def apply(model: Any, mlp: type[nn.Module] = LigerSwiGLUMLP) -> None:
 
 
 def build_of(model: Any, offset: float, casting_mode: str) -> None:
-    """A model of the same weights and Liger's own classes."""
+    """Turn a model's modules into Liger's own classes, with the same weights."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("RMSNorm"):
             module.__class__ = LigerRMSNorm

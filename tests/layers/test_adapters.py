@@ -64,7 +64,7 @@ def test_fused_projections() -> None:
 
 
 def test_adapters_disabled_is_the_base_model() -> None:
-    """DPO's reference: the same patched model with its adapters off."""
+    """DPO's reference model is the same patched model with its adapters disabled."""
     base = run_alone(tiny_model("llama"), make_sequences(VOCAB))
     wrapped = fastpack.patch(with_lora(tiny_model("llama")))
     with wrapped.disable_adapter(), torch.no_grad():
@@ -91,7 +91,7 @@ def test_several_adapters_and_merging() -> None:
 
 @pytest.mark.parametrize("order", ["patch first", "PEFT first"])
 def test_mixed_adapters(order: str) -> None:
-    """PEFT's ``mixed=True``, whose wrapper has no ``get_base_model``."""
+    """PEFT's ``mixed=True`` gives a wrapper without ``get_base_model``."""
     alone = run_alone(get_peft_model(tiny_model("llama"), lora_config(), mixed=True), make_sequences(VOCAB))
     model = tiny_model("llama")
     if order == "patch first":
@@ -127,7 +127,7 @@ def test_nf4_alone(tmp_path: Path) -> None:
 
 
 def test_8_bit_is_reported_as_not_isolated(tmp_path: Path) -> None:
-    """LLM.int8 rounds each token by itself but picks its outlier columns over the whole batch, stock too."""
+    """LLM.int8 rounds each token by itself, but picks outlier columns over the whole batch, in stock models too."""
     model = fastpack.patch(quantised(tmp_path, load_in_8bit=True))
     report = fastpack.report(model)
     assert report.projections["8-bit"] == 14
@@ -141,7 +141,7 @@ def test_8_bit_is_reported_as_not_isolated(tmp_path: Path) -> None:
 def test_an_adapter_that_is_not_read_is_called_and_reported(
     base: str, order: str, tmp_path: Path, calls: dict[str, int]
 ) -> None:
-    """IA3, whose layer around a 4-bit one has the same class name as bitsandbytes' own."""
+    """The adapter is IA3, whose layer around a 4-bit layer has the name of bitsandbytes' class."""
 
     def build() -> nn.Module:
         return nf4(tmp_path) if base == "4-bit" else tiny_model("llama")
@@ -171,7 +171,7 @@ def test_an_adapter_that_is_not_read_is_called_and_reported(
 
 
 def test_an_adapter_that_is_not_read_leaves_the_others_fused(calls: dict[str, int]) -> None:
-    """PEFT's own choice for a Llama: k_proj, v_proj and down_proj."""
+    """The layers are PEFT's default for a Llama: k_proj, v_proj and down_proj."""
     settings = {"target_modules": None, "feedforward_modules": None}
     alone = run_alone(with_ia3(tiny_model("llama"), **settings), make_sequences(VOCAB))
     wrapped = fastpack.patch(with_ia3(tiny_model("llama"), **settings))
@@ -212,7 +212,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_virtual_tokens_before_each_row(kind: str) -> None:
-    """Exact padded right; what has no row of its own for each sequence is refused, and goes on without them."""
+    """Batches padded right are exact. Packed ones are refused, and run once prompts are disabled."""
     sequences = make_sequences(VOCAB, (7, 5, 9))
     model = get_peft_model(tiny_model("llama"), PROMPTS[kind]())
     right, left = (padded(sequences, side) for side in ("right", "left"))
@@ -241,7 +241,7 @@ def test_virtual_tokens_before_each_row(kind: str) -> None:
 
 
 def test_a_wrapper_that_keeps_the_stock_forward() -> None:
-    """Adaption prompts would call it for good: first labels would be trained on."""
+    """Adaption prompts keep calling the stock forward, so first labels would be trained."""
     config = AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1)
     with pytest.raises(fastpack.PatchError, match=r"Patch the plain model first, then wrap it"):
         fastpack.patch(get_peft_model(tiny_model("llama"), config))

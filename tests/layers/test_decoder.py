@@ -1,4 +1,4 @@
-"""The fused decoder layer: what it fuses, when it steps aside, and what checkpointing runs again."""
+"""The fused decoder layer: its fused parts, its fallbacks, and what checkpointing runs again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_layer_is_three_functions_and_attention(calls: dict[str, int]) -> None
 
 @pytest.mark.parametrize("where", ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"])
 def test_hooks_on_a_module_are_called(where: str, calls: dict[str, int]) -> None:
-    """And what they change is kept: the module they sit on is called as a module."""
+    """Their changes take effect, since a module with hooks is called as a module."""
     sequences = make_sequences(VOCAB)
     seen: list[str] = []
 
@@ -63,7 +63,7 @@ def test_hooks_on_a_projection_are_called() -> None:
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the last product of each MLP was computed, call by call."""
+    """Record for each MLP call whether its last matmul was computed."""
     result: list[bool] = []
     stock = mlp.gated_mlp
 
@@ -93,7 +93,7 @@ def test_checkpointing_leaves_out_the_last_product(
 
 
 def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the recomputation of something larger, a layer's first forward is needed."""
+    """In the recomputation of an outer checkpoint, a layer's first forward must give its result."""
     sequences = make_sequences(VOCAB)
     ids = torch.cat(sequences)[None]
     lengths = [len(s) for s in sequences]
@@ -116,7 +116,7 @@ def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_check_knows_torch_s_checkpointing() -> None:
-    """If torch renames what it looks for, nothing breaks but the saving is lost: this test notices."""
+    """If torch renames the names that the check reads, only the saving is lost, and this test fails."""
     model = tiny_model("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layer = model.model.layers[0]
@@ -141,7 +141,7 @@ def test_the_oracle_refuses_nan() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_hook_on_the_layer_reads_what_it_gives(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where checkpointing runs the hook again with the layer, the result is computed again too."""
+    """If checkpointing runs the hook again with the layer, the result is computed again too."""
     sequences = make_sequences(VOCAB)
     results = []
     for patched in (False, True):
@@ -171,7 +171,7 @@ def test_a_hook_on_the_layer_reads_what_it_gives(reentrant: bool, monkeypatch: p
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_selective_checkpointing(lora: bool) -> None:
-    """Torch's own policy of what is saved: products are, and nothing of theirs is overwritten."""
+    """Torch's own policy chooses what is saved. Matmul results are saved, and nothing overwrites them."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -193,7 +193,7 @@ def test_selective_checkpointing(lora: bool) -> None:
 
 
 def test_phi3_s_dropouts_are_the_modules() -> None:
-    """In training mode by themselves, replaced, or watched: what stands there is called."""
+    """A dropout is called as a module if it alone is in training mode, was replaced, or is watched."""
     ids = torch.cat(make_sequences(VOCAB, [37]))[None]
 
     def logits(change: Any, patched: bool) -> Tensor:
@@ -221,7 +221,7 @@ def test_phi3_s_dropouts_are_the_modules() -> None:
 
 
 def test_capturing_hidden_states_once_does_not_undo_the_fusion(calls: dict[str, int]) -> None:
-    """transformers leaves its capturing hooks on attention modules for good."""
+    """transformers never removes its capturing hooks from attention modules."""
     model = fastpack.patch(tiny_model("llama"))
     batch = {"input_ids": torch.cat(make_sequences(VOCAB))[None], "packed_seq_lens": [7, 1, 19, 19, 33]}
     model(**batch, output_hidden_states=True)
@@ -247,7 +247,7 @@ def test_hooks_for_every_module_are_called() -> None:
 @pytest.mark.parametrize("inside", ["none", "reentrant", "not reentrant", "half of the layers", "somebody's own"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_inside_checkpointing(reentrant: bool, inside: str) -> None:
-    """A layer's first forward inside the recomputation of the model has to give its result."""
+    """A layer's first forward inside the model's recomputation must give its result."""
     ids = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
 
     def gradients(model: Any, around: bool) -> Tensor:

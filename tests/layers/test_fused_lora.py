@@ -1,4 +1,4 @@
-"""LoRA in the fused Functions: the settings that PEFT has, what falls back, and what the report says of it."""
+"""LoRA in the fused Functions: PEFT's settings, what falls back, and the report's notes on it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_settings_that_are_fused(name: str, calls: dict[str, int]) -> None:
 
 
 def test_dropout_draws_what_peft_draws(calls: dict[str, int]) -> None:
-    """The same masks in the same order: with one seed the same loss and gradients."""
+    """Masks are drawn in the same order, so one seed gives the same loss and gradients."""
     (sequence,) = make_sequences(VOCAB, [37])
     results = []
     for patched in (False, True):
@@ -94,7 +94,7 @@ def variants() -> dict[str, Any]:
 
 @pytest.mark.parametrize("reason", variants())
 def test_what_peft_computes_itself(reason: str, calls: dict[str, int]) -> None:
-    """Right all the same, called as modules, and the report says why and how many."""
+    """Such projections are exact, called as modules, and counted in the report with the reason."""
     sequences = make_sequences(VOCAB)
     alone = run_alone(variants()[reason](), sequences)
     model = fastpack.patch(variants()[reason]())
@@ -116,7 +116,7 @@ def test_a_disabled_adapter_is_the_base_fused(calls: dict[str, int]) -> None:
 
 
 def test_8_bit_keeps_its_own_product(tmp_path: Path, calls: dict[str, int]) -> None:
-    """LLM.int8's base product is bitsandbytes' own; the updates on top of it are one Function a group."""
+    """bitsandbytes computes LLM.int8's base matmul; one Function for each group adds the updates."""
     model = with_lora(quantised(tmp_path, load_in_8bit=True))
     sequence = make_sequences(VOCAB, [23])[0]
     stock = model(input_ids=sequence[None]).logits
@@ -179,10 +179,11 @@ def test_4_bit_with_float32_norms_under_autocast(
     tmp_path: Path,
     calls: dict[str, int],
 ) -> None:
-    """QLoRA as PEFT prepares it, trained with bf16=True or fp16=True: what autocast would cast, the Functions do,
-    and the product is in its dtype, as bitsandbytes' is there.
+    """QLoRA as PEFT prepares it, trained with bf16=True or fp16=True.
 
-    And embeddings in half precision, whose first float32 norm makes the residual stream float32.
+    The Functions cast what autocast would cast, and the result has autocast's dtype, as bitsandbytes' result has.
+
+    Embeddings in half precision are tested too: the first float32 norm then makes the residual stream float32.
     """
     sequences = make_sequences(VOCAB, (23, 11, 5, 40, 17, 1, 31))
 
@@ -219,7 +220,7 @@ def test_4_bit_with_float32_norms_under_autocast(
 def test_a_compute_dtype_that_is_not_the_input_s(
     dtype: torch.dtype, compute_dtype: torch.dtype, remedy: str | None, tmp_path: Path, calls: dict[str, int]
 ) -> None:
-    """Called as modules outside autocast, which the report says, with what to set; fused under autocast."""
+    """Outside autocast modules are called, and the report names the setting to change. Under autocast they fuse."""
     half = torch.float16 if compute_dtype == torch.float16 else torch.bfloat16
     model = fastpack.patch(with_lora(nf4(tmp_path, compute_dtype, dtype=dtype)))
     sequences = make_sequences(VOCAB)
@@ -239,11 +240,11 @@ def test_a_compute_dtype_that_is_not_the_input_s(
 
 
 def test_fp16_autocast_with_a_gradient_scaler(calls: dict[str, int]) -> None:
-    """Scaled losses overflow nowhere, and unscaled gradients are as near to float32's as PEFT's own."""
+    """Scaled losses do not overflow, and unscaled gradients are as close to float32's as PEFT's."""
     sequences = make_sequences(VOCAB, (23, 11, 5, 40, 17, 1, 31))
 
     def gradients(patched: bool, scale: float = 2.0**10) -> tuple[Result, bool]:
-        """And whether the optimiser took its step, which it leaves out after an overflow."""
+        """Return the gradients, and whether the optimiser stepped, which it doesn't after an overflow."""
         model = with_lora(tiny_model("llama"))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in trained]
@@ -282,7 +283,7 @@ def test_fp16_autocast_with_a_gradient_scaler(calls: dict[str, int]) -> None:
 
 
 def by_rows() -> dict[str, Any]:
-    """Adapters that read the rows of a batch, each as it is put on a model."""
+    """Return the adapters that read a batch's rows, each as the function that adds it to a model."""
     from peft import LilyConfig, PolyConfig
 
     targets = ["q_proj", "v_proj", "down_proj"]
@@ -295,7 +296,7 @@ def by_rows() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["Lily", "Poly", "aLoRA"])
 def test_adapters_that_read_rows_are_refused(name: str) -> None:
-    """Before anything is changed; and where they come later, in the report and by each run, until they are disabled."""
+    """The patch refuses them before any change. Added later, the report and each run refuse them until disabled."""
     from peft import get_peft_model
 
     model = get_peft_model(tiny_model("llama"), by_rows()[name]())
@@ -318,7 +319,7 @@ def test_adapters_that_read_rows_are_refused(name: str) -> None:
 
 
 def of_the_head() -> dict[str, Any]:
-    """Adapters on modules that we do not call projection by projection."""
+    """Return adapters on modules that are not called projection by projection."""
     from peft import LilyConfig, PolyConfig, ShadowConfig
 
     head: dict[str, Any] = {"target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
@@ -369,7 +370,7 @@ def test_hooks_of_a_projection_see_one_row() -> None:
 
 
 def test_an_adapter_for_each_row_is_refused() -> None:
-    """PEFT gives each row its own by hooks, which stand there for one forward."""
+    """PEFT gives each row its own adapter through hooks, which exist during one forward."""
     model = with_lora(tiny_model("llama")).eval()
     fastpack.patch(model)
     ids = torch.stack(make_sequences(VOCAB, [19, 19]))
@@ -378,7 +379,7 @@ def test_an_adapter_for_each_row_is_refused() -> None:
 
 
 def test_merged_and_disabled_under_checkpointing() -> None:
-    """Who runs the layer first unmerges it; what runs it again has to do what was done then."""
+    """The layer's first run unmerges the adapter; the recomputation must compute the same as that run."""
     ids = torch.cat(make_sequences(VOCAB))[None]
     losses = []
     for patched in (False, True):

@@ -1,7 +1,7 @@
-"""The fused LoRA path on a GPU, its kernels included, against PEFT: at most 1.5 times its error, in every setting.
+"""The fused LoRA path and its kernels on a GPU, against PEFT: at most 1.5 times its error, in every setting.
 
-Truth is the same model in float32, with the values that quantised weights stand for. An error is the norm of a
-difference: of all logits, and of the gradient of each A and B.
+The truth is the same model in float32, with the dequantised values of its weights. Errors are norms of differences: one
+for all logits, and one for the gradient of each A and B.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ UPDATES = {"project": 0, "gated_mlp": 0, "add_updates": 8}
 
 @dataclass(frozen=True)
 class Base:
-    """What LoRA is put on.
+    """The base model under LoRA.
 
     Attributes:
-        dtype: of all that is not quantised; a 4-bit weight computes in it.
-        bits: of the projections' weights, where they are quantised.
+        dtype: the dtype of everything that is not quantised; 4-bit weights compute in it.
+        bits: the bits of the projections' weights, or None if they are not quantised.
         half_lora: A and B are in the dtype of the base, not in float32.
-        prepared: by PEFT: what is not quantised is float32.
+        prepared: PEFT has prepared the model, so everything that is not quantised is float32.
     """
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Base:
 
     @property
     def calls(self) -> dict[str, int]:
-        """The fused Functions of two layers: LLM.int8 keeps its own product, the updates on top of it are fused."""
+        """Count the fused Functions of two layers: LLM.int8 keeps its own matmul, and the updates on top are fused."""
         return UPDATES if self.bits == 8 else FUSED
 
 
@@ -79,11 +79,11 @@ SETTINGS = [
 
 
 def build(base: Base, folder: Path, dropout: float = 0.0) -> Any:
-    """A small Llama with LoRA over this base."""
+    """Return a small Llama with LoRA over this base."""
     from peft import prepare_model_for_kbit_training
 
     model: Any = tiny_model("llama", **SIZES)
-    with torch.no_grad():  # as tame as with its own sizes: rounding grows less, and less is hidden by it
+    with torch.no_grad():  # smaller weights, as with the tiny sizes: rounding grows less, and hides less
         for parameter in model.parameters():
             parameter.mul_(GAIN if parameter.ndim > 1 else 1)
     if base.bits is None:
@@ -103,7 +103,7 @@ def build(base: Base, folder: Path, dropout: float = 0.0) -> Any:
 
 
 def quantised(model: nn.Module, base: Base, folder: Path) -> Any:
-    """LLM.int8 without outlier columns, which would be picked over all tokens of a batch."""
+    """Return an LLM.int8 layer without outlier columns, which would be picked over all tokens of a batch."""
     settings: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
     if base.bits == 4:
         settings = NF4 | {"bnb_4bit_compute_dtype": base.dtype}
@@ -111,7 +111,7 @@ def quantised(model: nn.Module, base: Base, folder: Path) -> Any:
 
 
 def in_float32(model: Any, dropout: float = 0.0) -> Any:
-    """The same values in a float32 model; of a model that has not run yet, where LLM.int8 still has its scales."""
+    """Return a float32 model of the same values; the model must not have run, since LLM.int8 then drops its scales."""
     true: Any = with_lora(tiny_model("llama", **SIZES), lora_dropout=dropout).to(DEVICE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def in_float32(model: Any, dropout: float = 0.0) -> Any:
 
 
 def dense(parameter: Any) -> Tensor:
-    """What a weight stands for."""
+    """Return the dense values of a weight."""
     if type(parameter).__name__ == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
@@ -131,7 +131,7 @@ def dense(parameter: Any) -> Tensor:
 
 
 def run(model: Any, sequences: list[Tensor], autocast: torch.dtype | None, *, packed: bool) -> Result:
-    """All logits and LoRA's gradients, of the sequences packed or each alone; with a scaled loss in fp16."""
+    """Return all logits and LoRA's gradients, with sequences packed or alone; in fp16 the loss is scaled."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 28, "A and B of 14 projections"
     model.zero_grad(set_to_none=True)
@@ -152,7 +152,7 @@ def run(model: Any, sequences: list[Tensor], autocast: torch.dtype | None, *, pa
 
 
 def check(result: Result, stock: Result, true: Result) -> None:
-    """The rule, for the logits and for each gradient."""
+    """Check the rule for the logits and for each gradient."""
     for name in true.grads:
         only = [Result(each.logits, each.loss, {name: each.grads[name]}) for each in (result, stock, true)]
         error, allowed = compare(only[0], only[2], half=True), compare(only[1], only[2], half=True)
@@ -161,7 +161,7 @@ def check(result: Result, stock: Result, true: Result) -> None:
 
 
 def check_control(model: Any, stock: Result, true: Result, *kwargs: Any) -> None:
-    """What is a tenth off in one layer's scales is seen, in logits and in gradients."""
+    """Check that a tenth more scale in one layer shows in logits and gradients."""
     for name, module in model.named_modules():
         if "layers.0." in name and hasattr(module, "lora_A"):
             module.scaling["default"] *= 1.1
@@ -195,7 +195,7 @@ DROPOUT = 0.3
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The masks that fastpack draws meanwhile, in their order."""
+    """Record the masks that fastpack draws inside, in order."""
     result: list[Tensor] = []
     stock = torch.native_dropout
 
@@ -210,14 +210,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
 
 def dropouts(model: Any) -> list[nn.Module]:
-    """Those of LoRA, in the order in which projections are called."""
+    """Return LoRA's dropouts, in the order in which projections are called."""
     result = [module for name, module in model.named_modules() if name.endswith("lora_dropout.default")]
     assert len(result) == 14
     return result
 
 
 def drops_what(model: Any, masks: list[Tensor], lengths: tuple[int, ...]) -> None:
-    """Let a stock model drop, sequence by sequence, what was dropped in a packed row."""
+    """Let a stock model drop, sequence by sequence, the elements that were dropped in a packed row."""
     for module, mask in zip(dropouts(model), masks, strict=True):
         parts = iter(mask.split(lengths))
         module.register_forward_hook(lambda _, args, out, parts=parts: args[0] * next(parts) / (1 - DROPOUT))
@@ -235,7 +235,7 @@ def drops_what(model: Any, masks: list[Tensor], lengths: tuple[int, ...]) -> Non
 def test_dropout_is_no_worse_than_peft(
     name: str, autocast: torch.dtype | None, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where PEFT drops the same: what is drawn may depend on a tensor's dtype, and its input has that of A."""
+    """PEFT drops the same elements: masks may depend on a tensor's dtype, and the input has A's dtype."""
     base, sequences = BASES[name], make_sequences(VOCAB, LENGTHS)
     stock, model = build(base, tmp_path, DROPOUT), build(base, tmp_path, DROPOUT)
     wide = in_float32(stock, DROPOUT)
@@ -259,7 +259,7 @@ def test_dropout_is_no_worse_than_peft(
 def test_dropout_draws_what_peft_draws(
     name: str, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the generator's state of one seed, where both drop in one dtype."""
+    """Both start from the same generator state, and drop in the same dtype."""
     base, sequences = BASES[name], make_sequences(VOCAB, [333])
     stock, model = build(base, tmp_path, DROPOUT), fastpack.patch(build(base, tmp_path, DROPOUT))
     theirs: list[tuple[Tensor, Tensor]] = []

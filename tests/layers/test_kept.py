@@ -1,4 +1,4 @@
-"""What a whole layer keeps for its backward: what is cheap to compute again, it doesn't."""
+"""The tensors that a whole layer saves for its backward; what is cheap to compute again is not saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = 40
 
 @contextlib.contextmanager
 def kept(model: Any) -> Iterator[dict[int, int]]:
-    """Elements, by their memory, that the first layer without a window saves; parameters aside."""
+    """Return the number of elements, by memory, that the first layer without a window saves besides parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     result: dict[int, int] = {}
 
@@ -42,9 +42,12 @@ def kept(model: Any) -> Iterator[dict[int, int]]:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_neither_normed_nor_rotated_nor_activated_is_kept_twice(model_type: str) -> None:
-    """The inputs of both branches, one figure a row of each norm, the tables, q, k, v, what attention made of them with
-    one figure a head, gate and up. Where heads are normalised, q and k from before that, too: from those behind it,
-    which are rounded and multiplied by weights that may be 0, they can't be had again."""
+    """The layer saves each tensor once, and none that is cheap to compute again.
+
+    It saves the inputs of both branches, one value a row of each norm, the tables, q, k, v, attention's result with one
+    value a head, gate and up. If heads are normalised, it also saves q and k from before the norm. They can't be
+    recovered from q and k after it, which are rounded and multiplied by weights that may be 0.
+    """
     pytest.importorskip("triton")
     model = build_tiny(model_type).train()
     tokens = torch.randint(3, VOCAB, (1, T))

@@ -1,6 +1,6 @@
-"""Models on which Liger's kernels stand: patched all the same, whoever came first.
+"""Models with Liger's kernels can be patched, whichever of the two came first.
 
-On the CPU a stand-in of plain torch is Liger; with a GPU, and Liger installed, Liger is.
+On a CPU a stand-in in plain torch replaces Liger. With a GPU and Liger installed, Liger itself runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Apply = Callable[[Any], None]
 
 @pytest.fixture
 def liger(monkeypatch: pytest.MonkeyPatch) -> Apply:
-    """Applies the stand-in to a model, and to the module that its class is from; all of this is undone."""
+    """Return a function that applies the stand-in to a model and to its class's module; all of it is undone."""
 
     def apply(model: Any) -> None:
         monkeypatch.setattr(llama, "apply_rotary_pos_emb", stand_in.liger_rotary_pos_emb)
@@ -72,7 +72,7 @@ def test_the_layers_are_fast_and_exact(order: str, kind: str, liger: Apply) -> N
     assert any("Liger" in note and f"{3 * len(model.model.layers) + 1} norms and MLPs" in note for note in report.notes)
     result = compare(run_batch(model, sequences, kind), alone)
     assert result.worst <= FLOAT32_BOUND, result
-    # the last norm is outside the layers, and is theirs who came last
+    # the last norm is outside the layers, and belongs to whichever library came last
     assert ({} if order == "Liger first" else {"norm": 1}) == stand_in.CALLS
     fastpack.verify(model)
 
@@ -94,7 +94,7 @@ def test_unpatch_leaves_ligers(order: str, liger: Apply) -> None:
 
 
 def test_a_copy_keeps_them_apart(liger: Apply) -> None:
-    """A copy's layers read the copy's weights, under a drop-in too."""
+    """A copy's layers read the copy's weights, also under a drop-in."""
     model = both(tiny_model("llama"), "fastpack first", liger)
     sequences = make_sequences(VOCAB)
     copied = copy.deepcopy(model)
@@ -109,7 +109,7 @@ def test_a_copy_keeps_them_apart(liger: Apply) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_others_of_ligers_are_honoured(order: str, liger: Apply) -> None:
-    """What is no drop-in for the module that it stands on is called."""
+    """A forward of Liger's that is no drop-in for the module's own is called."""
     sequences = make_sequences(VOCAB)
 
     def apply(model: Any) -> None:
@@ -135,7 +135,7 @@ def test_others_of_ligers_are_honoured(order: str, liger: Apply) -> None:
     ],
 )
 def test_an_activation_of_its_own(cls: Any, activation: str, called: bool, order: str) -> None:
-    """Liger's MLPs have theirs, whatever a config names."""
+    """Liger's MLPs have a fixed activation, whatever the config names."""
     stock = tiny_model("llama", hidden_act=activation)
     stand_in.apply(stock, mlp=cls)
     sequences = make_sequences(VOCAB)
@@ -157,7 +157,7 @@ def doubled(forward: Any) -> Any:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_wraps_ligers_is_called(order: str) -> None:
-    """Though it says that it is what it wraps."""
+    """This holds although ``functools.wraps`` gives the wrapper the names of Liger's function."""
 
     def apply(model: Any) -> None:
         stand_in.apply(model)
@@ -186,7 +186,7 @@ def test_an_offset_of_its_own_is_honoured(order: str) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_float32_norms_in_half_precision_keep_ligers(own: bool) -> None:
-    """Which do not promote, as the family's own would."""
+    """Liger's norms do not promote, but the family's own would."""
     model = tiny_model("llama").bfloat16()
     for name, module in model.named_modules():
         if name.endswith("norm"):
@@ -206,7 +206,7 @@ def test_float32_norms_in_half_precision_keep_ligers(own: bool) -> None:
 
 @pytest.mark.parametrize(("offset", "casting_mode"), [(0.0, "llama"), (1.0, "gemma"), (0.0, "gemma")])
 def test_models_of_ligers_own_classes(offset: float, casting_mode: str) -> None:
-    """As ``AutoLigerKernelForCausalLM`` builds them."""
+    """``AutoLigerKernelForCausalLM`` builds such models."""
     model = tiny_model("llama")
     stand_in.build_of(model, offset, casting_mode)
     sequences = make_sequences(VOCAB)
@@ -240,7 +240,7 @@ def test_unknown_liger_classes_are_reported() -> None:
 
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Liger's own function; what it replaces in transformers' module is put back at the end."""
+    """Return Liger's own function; its replacements in transformers' module are undone at the end."""
     if importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("LIGER IS NOT INSTALLED")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -254,7 +254,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 def test_liger_itself(order: str, fused: bool, real: Any) -> None:
-    """With its fused loss too, which gives no logits."""
+    """This includes Liger's fused loss, which returns no logits."""
     sequences = make_sequences(VOCAB)
     alone = run_alone(tiny_model("llama").cuda(), sequences)
     model = both(tiny_model("llama").cuda(), order, lambda it: real(model=it, fused_linear_cross_entropy=fused))
@@ -288,7 +288,7 @@ def test_a_model_that_liger_built() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ORDERS)
 def test_recordings_with_liger(order: str, real: Any) -> None:
-    """Replays give what each batch gives without, also those of a model to which Liger came later."""
+    """Replays equal the results without recordings, also if Liger is applied after the first recordings."""
     plain = both(tiny_model("llama").cuda(), order, lambda it: real(model=it, fused_linear_cross_entropy=False))
     model = fastpack.patch(tiny_model("llama").cuda(), graphs="auto")
     if order == "fastpack first":
@@ -310,7 +310,7 @@ def test_recordings_with_liger(order: str, real: Any) -> None:
 @pytest.mark.parametrize("patch", ["model", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_trls_trainer_has_liger_too(feed: str, patch: str, tmp_path: Path, real: Any) -> None:
-    """``use_liger_kernel=True``, which is done as training begins, so over ours."""
+    """``use_liger_kernel=True`` applies Liger as training begins, so after our patch."""
     stock, _ = train(tiny_model("llama", attn_implementation="sdpa"), tmp_path, patch=None, **FEEDS[feed])
     model = tiny_model("llama", attn_implementation="sdpa")
     ours, trainer = train(model, tmp_path, patch=patch, use_liger_kernel=True, **FEEDS[feed])

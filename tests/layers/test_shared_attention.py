@@ -1,4 +1,4 @@
-"""Layers that take the keys and values of an earlier one turn their queries with the kernels of all others."""
+"""Layers that use the keys and values of an earlier layer rotate their queries with the same kernels as others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that were moved: stock goes by their places, packed attention by what each was built for."""
+"""Moved layers: the stock model goes by their places, packed attention by what each layer was built for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def owner_of(model: Any) -> Any:
 
 
 def cut(model: Any) -> Any:
-    """Without its first layer, as those do who prune."""
+    """Remove the first layer, as pruning does."""
     owner = owner_of(model)
     owner.layers = nn.ModuleList(list(owner.layers)[1:])
     model.config.get_text_config().num_hidden_layers -= 1
@@ -109,7 +109,7 @@ def other_types_in_place(config: Any) -> None:
     ],
 )
 def test_a_config_that_was_changed(model_type: str, change: Any, message: str) -> None:
-    """Stock masks by the config: refused before the patch, and after it."""
+    """The stock model masks by its config, so a change raises an error, before the patch or after it."""
     if model_type not in model_types():
         pytest.skip(f"this transformers has no {model_type}")
     changed = build_tiny(model_type)
@@ -129,7 +129,7 @@ def test_a_config_that_was_changed(model_type: str, change: Any, message: str) -
 
 @pytest.mark.parametrize("model_type", ["mistral", "phimoe", "qwen2_moe"])
 def test_a_window_that_layers_read_from_the_config(model_type: str) -> None:
-    """It is followed, as stock does."""
+    """The patched model follows the changed window, as the stock model does."""
     stock = build_tiny(model_type).train()
     model = fastpack.patch(copy.deepcopy(stock))
     before = model(input_ids=torch.arange(9)[None]).logits
@@ -140,7 +140,7 @@ def test_a_window_that_layers_read_from_the_config(model_type: str) -> None:
 
 
 def test_windows_of_layers_that_the_config_calls_full() -> None:
-    """MiniMax masks them by a window all the same, beside layers of linear attention: nothing is misplaced."""
+    """MiniMax masks such layers by a window, beside layers of linear attention. No layer is misplaced."""
     stock = build_tiny("minimax", sliding_window=6).train()
     model = fastpack.patch(copy.deepcopy(stock))
     check_exact(model, run_alone(stock, make_sequences(VOCAB)))
@@ -153,7 +153,7 @@ def test_windows_of_layers_that_the_config_calls_full() -> None:
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("where", ["of the wrapper", "of the layers"])
 def test_another_config_behind_a_wrapper(model_type: str, where: str) -> None:
-    """Which makes masks by its own, of which the language model picks by its own."""
+    """The wrapper makes masks by its own config, and the language model picks among them by its own."""
 
     def change(model: Any) -> None:
         if where == "of the wrapper":
@@ -177,7 +177,7 @@ def test_another_config_behind_a_wrapper(model_type: str, where: str) -> None:
 @pytest.mark.parametrize("path", ["packed", "stock"])
 @pytest.mark.parametrize("model_type", ["olmo", "ministral3"])
 def test_settings_that_kept_forwards_read(model_type: str, path: str) -> None:
-    """Attention whose forward is upstream's reads a private config, which follows the model's own."""
+    """Attention with upstream's forward reads a private config, which follows the model's config."""
 
     def change(model: Any) -> None:
         if model_type == "olmo":
@@ -199,7 +199,7 @@ def test_settings_that_kept_forwards_read(model_type: str, path: str) -> None:
 
 
 def test_a_setting_of_the_config_that_attention_has_stays() -> None:
-    """A user who reaches it through the modules, where it is the private one, is not overruled."""
+    """A user may set it through the modules, whose config is the private one; the value stays."""
     stock = build_tiny("olmo").train()
     model = fastpack.patch(copy.deepcopy(stock))
     for each in (stock, model):
@@ -233,7 +233,7 @@ def sees_later_tokens(model: Any) -> bool:
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_attention_in_the_place_of_a_recurrent_layer(model_type: str) -> None:
-    """The stock model masks by the place in its config: replicated, its attention sees later tokens."""
+    """The stock model masks by places in its config, so a replicated attention layer sees later tokens."""
     layers, setting, kinds = HYBRIDS[model_type]
     stock = build_tiny(model_type)
     stock.set_attn_implementation("eager")
@@ -255,7 +255,7 @@ def test_attention_in_the_place_of_a_recurrent_layer(model_type: str) -> None:
 
 
 def test_recurrent_layers_in_their_places() -> None:
-    """The control: the same kinds of layers again; and a family whose layers know their own."""
+    """Control: places with the same kinds of layers, and a family whose layers know their own kinds."""
     for model_type, layers in (("jamba", [(0, 2), (0, 2)]), ("nemotron_h", [(0, 3), (2, 3)])):
         model = replicate_as(layers, build_tiny(model_type)).train()
         model.base_model.model.set_attn_implementation("eager")
@@ -266,7 +266,7 @@ def test_recurrent_layers_in_their_places() -> None:
 
 @pytest.mark.parametrize("misplaced", [False, True])
 def test_the_words_of_earlier_releases(misplaced: bool) -> None:
-    """Granite's hybrids called their layers mamba and attention."""
+    """Granite's hybrids called their layers mamba and attention in earlier releases."""
     model: Any = build_tiny("granitemoehybrid")
     words = {"linear_attention": "mamba", "full_attention": "attention"}
     kinds = [words[kind] for kind in model.config.layer_types]

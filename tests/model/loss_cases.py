@@ -1,4 +1,4 @@
-"""Shared by the tests of the fused loss: heads, runs without logits, and counts of the op's calls."""
+"""Helpers for the tests of the fused loss: heads, runs without logits, and counts of the op's calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
 }
-"""What a head does beside its product, set so that it shows."""
+"""Settings of heads besides the matmul, with values whose effect shows."""
 
 
 class Calls:

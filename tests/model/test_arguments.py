@@ -159,7 +159,7 @@ def test_xlnet_generates_as_stock() -> None:
 
 
 def test_positions_may_skip_beside_lengths() -> None:
-    """PoSE trains long contexts so, in rows of real tokens alone (Zhu et al., arXiv:2309.10400)."""
+    """PoSE trains long contexts this way, in rows of real tokens only (Zhu et al., arXiv:2309.10400)."""
     model = build_tiny("llama").eval()
     positions = torch.cat([torch.arange(6), torch.arange(6) + 20]).expand(3, -1)
     with torch.no_grad():

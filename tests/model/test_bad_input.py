@@ -102,7 +102,7 @@ def test_kernels_that_nothing_here_can_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     refuses(tiny_model("llama"), "kernels='triton', but there is no GPU here", ValueError, kernels="triton")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    model = fastpack.patch(tiny_model("llama"), kernels="triton")  # it may be moved there yet
+    model = fastpack.patch(tiny_model("llama"), kernels="triton")  # it may still be moved to a GPU
     with pytest.raises(fastpack.KernelUnavailableError, match="the tensors are on the CPU"):
         model(**padded(SEQUENCES, "right"))
 
@@ -244,7 +244,7 @@ def test_a_classifier_that_would_pool_padding(inputs: str, side: str) -> None:
 
 
 def test_lost_packing_is_loud() -> None:
-    """A layer that drops keywords must not leak: its attention raises."""
+    """A layer that drops keywords must not leak, so its attention raises an error."""
     model = fastpack.patch(tiny_model("llama"))
     layer = model.model.layers[0]
     stock = layer.forward

@@ -1,7 +1,7 @@
-"""Patched models under ``torch.compile``: whole graphs, and the results of eager.
+"""Patched models under ``torch.compile``: whole graphs, and the results of eager runs.
 
-Every family is in ``test_compile_families.py``, as few graphs as there are buckets in ``test_compile_buckets.py``, and
-what the compiler meets on the way (operators, facts, kernels) in ``test_compile_parts.py``.
+All families are in ``test_compile_families.py``; ``test_compile_buckets.py`` checks that there are as few graphs as
+buckets. ``test_compile_parts.py`` tests what the compiler meets on the way (operators, facts, kernels).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
     loss.backward()
     output = out.logits if "labels" in batch else out.last_hidden_state
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    # a loss of its own has no logits
+    # the fused loss has no logits
     return Result([(loss if output is None else output).detach()], loss.detach(), grads)
 
 
@@ -85,7 +85,7 @@ def test_one_graph_with_the_results_of_eager(family: str) -> None:
         assert error(step(compiled, batch, model), eager[-1]) <= FLOAT32_BOUND
     assert compiler.frame_count == 1
     assert calls_of_ours(compiler.graphs[0]) == 2  # one a layer
-    # negative control: the graph follows the lengths that it is given, and a wrong one shows
+    # negative control: the graph uses the lengths that it gets, and a wrong length shows
     wrong = collate(LENGTHS) | {"packed_seq_lens": collate(SAME_SIZES)["packed_seq_lens"]}
     assert error(step(compiled, wrong, model), eager[0]) > 1e3 * FLOAT32_BOUND
 
@@ -120,7 +120,7 @@ def test_lengths_alone_and_a_bare_backbone() -> None:
         for packed in (batch["packed_seq_lens"], batch["packed_seq_lens"].bucketed()):
             batch["packed_seq_lens"] = packed
             assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
-    assert compiler.frame_count <= 4  # for each of the two kinds one of fixed sizes, and one for any
+    assert compiler.frame_count <= 4  # for each of the two kinds, one frame of fixed sizes and one of symbolic sizes
 
 
 @pytest.mark.sample(1)
@@ -214,7 +214,7 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "rope_type"), [("phi3", "longrope"), ("llama", "dynamic")])
 def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
-    """LongRoPE with its two sets compiles as one graph; dynamic NTK with breaks, to know the longest lengths."""
+    """LongRoPE with its two sets compiles as one graph. Dynamic NTK breaks it to read the longest lengths."""
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
@@ -252,7 +252,7 @@ def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
 
 
 def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:
-    """This holds eagerly too, and for lengths that were rounded up and came with labels that are not masked."""
+    """This also holds eagerly, and for lengths that were rounded up and came with unmasked labels."""
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS, bucketed=False)
     loss = model(**batch).loss

@@ -1,4 +1,4 @@
-"""Training compiles no more often than there are buckets, forward and backward; on a GPU it is as exact as eager."""
+"""Training compiles at most once a bucket, forward and backward; on a GPU it is as exact as eager."""
 
 from __future__ import annotations
 
@@ -164,14 +164,14 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("attention", "loss"), ON_A_GPU)
 def test_on_a_gpu(attention: str, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own kernel inside the graph, others as an operator: compiled by inductor, as exact as eager."""
+    """Torch's own kernel is in the graph, others are operators: with inductor, all are as exact as eager."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TRAINED", 64)  # several to a batch
     model = tiny_model("llama", head_dim=16).to("cuda", torch.bfloat16)
     wide = fastpack.patch(copy.deepcopy(model).float(), attention="reference")
     fastpack.patch(model, attention=attention, loss=loss)
     compiler = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    off = error if loss is None else against  # a loss of its own has no logits
+    off = error if loss is None else against  # the fused loss has no logits
     buckets = set()
     for lengths in RANDOM_BATCHES[:FEW]:
         batch = collate(lengths, device="cuda")

@@ -1,6 +1,6 @@
-"""Every family of the fast tier trains as one graph, and so does LoRA over NF4: loss and gradients are those of eager.
+"""Every family of the fast tier, and LoRA over NF4, trains as one graph with the loss and gradients of eager.
 
-The graph is traced out of the fast forwards, and a packing that is not the batch's shows in what it gives.
+The graph is traced from the fast forwards, and a packing that is not the batch's changes its results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRACED = {
     "mlp": "mlp.mlp_block",
     "norm": "norm.norm_forward",
 }
-"""By what the report counts, the function that computes it, called from its own forward or from the layer's."""
+"""The function that computes each part that the report counts, called from the part's forward or the layer's."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def _nothing_older_is_collected() -> Iterator[None]:
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """Return a module's settings beside its weights, without the layer's index."""
+    """Return a module's settings besides its weights, without the layer's index."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
     return {name: value for name, value in settings.items() if name != "layer_idx"}
 
@@ -80,7 +80,7 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
 
     def seeded(function: Any, batch: dict[str, Any]) -> Any:
-        torch.manual_seed(0)  # Phi-MoE routes by chance
+        torch.manual_seed(0)  # Phi-MoE's routing is random
         return step(function, batch, model)
 
     eager = []
@@ -95,7 +95,7 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     assert calls_of_ours(graph) == report.swapped["attention"] == model.config.num_hidden_layers
     functions = traced(graph)
     assert {kind for kind, name in TRACED.items() if name in functions} == report.swapped.keys() - {"backbone"}
-    # negative control: the graph follows the lengths that it is given, and wrong ones show
+    # negative control: the graph uses the lengths that it gets, and wrong lengths show
     wrong = collate(LENGTHS) | {"packed_seq_lens": collate(SAME_SIZES)["packed_seq_lens"]}
     assert error(seeded(compiled, wrong), eager[0]) > 1e3 * FLOAT32_BOUND
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` meets inside a patched model: the attention operator, cached constants, kernels by name."""
+"""The parts of a patched model that ``torch.compile`` meets: attention operator, cached constants, named kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_operator(backend: str, more: dict[str, Any]) -> None:
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     expected = BACKENDS[backend].run(call)
     grad = torch.randn(expected.shape, generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):  # does not reach into it
+    with torch.autocast("cpu", torch.bfloat16):  # autocast has no effect inside the operator
         result = opaque.run(backend, call)
         grads = torch.autograd.grad(result, inputs, grad)
     assert relative(result, expected) <= FLOAT32_BOUND
@@ -62,7 +62,7 @@ def test_facts_known_once_are_constants(value: Any) -> None:
 
     @cached_constant
     def fact(name: str) -> Any:
-        asked.append(inspect.currentframe())  # which the compiler could not trace
+        asked.append(inspect.currentframe())  # the compiler could not trace this
         return value
 
     def use(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_facts_known_once_are_constants(value: Any) -> None:
 
 
 def test_kernels_by_name_are_not_traced() -> None:
-    """At a graph break they run outside of the compiled code."""
+    """They break the graph, and run outside of the compiled code."""
     x, weight = torch.randn(3, 8), torch.ones(8)
 
     def norm(x: Tensor) -> Tensor:

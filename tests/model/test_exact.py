@@ -78,7 +78,7 @@ def test_perturbing_one_sequence_moves_no_other(model_type: str) -> None:
     assert relative(after[inside], before[inside]) > NAIVE_BOUND
     if getattr(model.config, "num_experts_per_tok", None) is None:
         assert torch.equal(after[~inside], before[~inside])
-    else:  # experts see another number of tokens, so their products round otherwise
+    else:  # experts see another number of tokens, so their matmuls round differently
         assert relative(after[~inside], before[~inside]) <= FLOAT32_BOUND
 
 

@@ -51,7 +51,7 @@ def run(model: Any, batch: dict[str, Any], num_items: int | Tensor, alone: Resul
 
 
 def as_it_came(num_items: Any, counted: Tensor, kept: Tensor) -> Any:
-    """Negative control: nothing is scaled."""
+    """Negative control: return the loss unscaled."""
     return num_items
 
 
@@ -155,9 +155,9 @@ def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
 def test_transformers_trainer_padded_left_trains_as_padded_right(
     model_type: str, control: tuple[str, Any], loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On either side, patched losses equal those of the stock model padded right.
+    """With either padding, patched losses equal the stock model's with padding on the right.
 
-    Of Llama's labels the ``Trainer`` leaves out those that are first in such rows, of GPT-2's none, on either side.
+    With either padding, the ``Trainer`` leaves out the first labels of such rows for Llama, and none for GPT-2.
     """
     arguments = plain_config(tmp_path)
 

@@ -89,12 +89,12 @@ def test_labels_at_padding_are_no_items(
     model = tiny_model(model_type) if model_type == "llama" else build_tiny(model_type)
     batch = padded_to_the_maximum()
     real = batch["attention_mask"].bool()
-    # the token behind the last one of a text is padding, whose label that one learns (another test)
+    # the token after a text's last one is padding, and the last one learns its label (another test)
     trained = batch["labels"].masked_fill(~real & ~real.roll(1, 1), -100)
     stock = loss_and_grads(model, {**batch, "labels": trained})
     counts_column_0 = model_type == "gpt2"
     counted = batch["labels"][:, 0 if counts_column_0 else 1 :].numel()
-    if counts_column_0:  # first labels stay counted: the Trainer does so of such heads, padded or not
+    if counts_column_0:  # the Trainer counts first labels for such heads, with padding or without
         kept = int((trained != -100).sum())
         stock = (
             stock[0] * (kept - len(LENGTHS)) / kept,
@@ -182,7 +182,7 @@ def test_first_labels_count_for_a_loss_that_does_not_shift(whose: str, loss: Any
 def test_first_labels_count_where_nothing_shifts(model_type: str) -> None:
     model = build_tiny(model_type).eval()
     ids = plain_tokens(2, 9, seed=0)
-    labels = torch.where(torch.arange(9) == 0, ids, -100)  # these alone
+    labels = torch.where(torch.arange(9) == 0, ids, -100)  # only first labels
     with torch.no_grad():
         stock = model(input_ids=ids, labels=labels).loss
         fastpack.patch(model)

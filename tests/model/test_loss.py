@@ -67,7 +67,7 @@ def test_every_fast_family(model_type: str, op_calls: Calls) -> None:
 
 @pytest.mark.parametrize("model_type", [name for name in TRAITS if "output_router_logits" not in TRAITS[name]])
 def test_what_a_head_does_beside_its_product_shows(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the test above: the same head without its scale or softcap."""
+    """Negative control of the test above: the same head fails without its scale or softcap."""
     model = tiny_model(model_type, **TRAITS[model_type])
     sequences = make_sequences(VOCAB)
     alone = run_alone(model, sequences)
@@ -106,7 +106,7 @@ def test_what_the_mean_divides_by(settings: dict[str, Any], op_calls: Calls) -> 
     alone = run_alone(model, sequences)
     count = settings.get("num_items_in_batch")
     fastpack.patch(model, loss="fused")
-    # the number may count a packed row's first labels too, but for the very first one
+    # the number may include the first labels of a packed row's sequences, except the row's first
     for kind, in_batch in (("padded right", trained_tokens(sequences)), ("restarting positions", sum(LENGTHS) - 1)):
         factor = 1.0 if count is None else in_batch / int(count)
         scaled = Result(alone.logits, alone.loss * factor, {n: g * factor for n, g in alone.grads.items()})

@@ -31,7 +31,7 @@ def test_in_training_only(op_calls: Calls) -> None:
         assert model(**batch).logits is None, "still in training"
     assert op_calls.rows == [sum(LENGTHS)] * 2
     without = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    with pytest.raises(ValueError, match="batch_size"):  # the stock loss's, which gets fewer logits than labels
+    with pytest.raises(ValueError, match="batch_size"):  # the stock loss raises it: it gets fewer logits than labels
         model(**batch, logits_to_keep=3)
     model.eval()
     evaluated = model(**batch)

@@ -137,7 +137,7 @@ def test_frequencies_of_each_length_for_a_kind_of_layer_that_there_is_none_of() 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
 def test_latent_attention_with_more_key_value_heads_than_heads(model_type: str) -> None:
-    """The module does not read this setting, whose default is made for more heads."""
+    """The module ignores this setting, whose default suits more heads."""
     model = build_tiny(model_type, num_key_value_heads=128).train()
     alone = run_alone(model, make_sequences(VOCAB))
     check_exact(fastpack.patch(model), alone)
@@ -172,7 +172,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "settings"), VARIANTS)
 def test_variants_of_a_family(model_type: str, settings: dict[str, Any]) -> None:
-    """Their modules mix tokens elsewhere, or count them over the whole batch, so they run on rows."""
+    """Their modules mix tokens elsewhere, or count tokens of the whole batch, so they run on rows."""
     model = build_tiny(model_type, **settings).train()
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model)

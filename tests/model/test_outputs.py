@@ -1,4 +1,4 @@
-"""A forward's tensors are freed when nobody refers to them: logits and graphs are most of a step's memory."""
+"""A forward's tensors are freed once nothing refers to them: logits and graphs are most of a step's memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""RoBERTa-likes count positions from the padding id on: batches may bring those, or 0, 1, 2, ...; no others.
+"""RoBERTa-like models count positions from the padding id: batches may pass those, or 0, 1, 2, ...; no others.
 
-The oracle is the stock model on each sequence alone, to which no positions are passed.
+The oracle is the stock model on each sequence alone, without positions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_other_starts_are_refused(model_type: str, start: int) -> None:
         model(**flattened(start))
     batch = flattened(start)
     del batch["position_ids"]
-    model(**batch, packed_seq_lens=LENGTHS)  # as it says
+    model(**batch, packed_seq_lens=LENGTHS)  # as the message says
 
 
 def test_one_start_for_all() -> None:
@@ -83,7 +83,7 @@ def test_one_start_for_all() -> None:
 
 
 def test_others_take_no_such_start() -> None:
-    """Modules that count from 0 themselves take 0, 1, 2, ... alone."""
+    """Modules that count from 0 themselves accept only 0, 1, 2, ..."""
     model = fastpack.patch(build("big_bird"))
     with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. in each sequence, and its family"):
         model(**flattened(PADDING + 1))

@@ -1,8 +1,8 @@
-"""``patch(model, share_prefixes="auto")``: what sequences begin with alike runs once, and nothing else changes.
+"""``patch(model, share_prefixes="auto")``: the common start of sequences runs once, and nothing else changes.
 
-Every family is in ``tests/families/test_prefix_sharing_families.py``, finding prefixes in
-``tests/packing/test_prefixes.py``, trainers in ``tests/trainers/test_prefix_trainers.py``, what is refused or left
-whole in ``tests/patching/test_prefix_choice.py``.
+All families are in ``tests/families/test_prefix_sharing_families.py``, the search for prefixes in
+``tests/packing/test_prefixes.py``, trainers in ``tests/trainers/test_prefix_trainers.py``. Refused and unshared cases
+are in ``tests/patching/test_prefix_choice.py``.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from fastpack.packing.prefixes import Prefixes, find_prefixes
 
 NAIVE_BOUND = 1e-2
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "gpt_neox", "opt")
-"""Fast and varlen ones: windows, softcap, sinks, latents, experts, learned positions."""
+"""Families of the fast and the varlen tier: windows, softcap, sinks, latents, experts, learned positions."""
 SETTINGS: dict[str, dict[str, Any]] = {"opt": {"dropout": 0.0}}
 
 
 def build(model_type: str) -> nn.Module:
     model = tiny_model(model_type, **SETTINGS.get(model_type, {}))
-    return model.double() if model_type == "opt" else model  # gradients of its key biases are rounding alone
+    return model.double() if model_type == "opt" else model  # its key biases' gradients are only rounding
 
 
 def patched(model: Any) -> Any:
@@ -180,7 +180,7 @@ def test_lora(checkpointing: bool) -> None:
     assert sharing(model).stats.shared == 2
     batch = padded(sequences, "left")
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    with model.disable_adapter(), torch.no_grad():  # the reference, as trainers have it
+    with model.disable_adapter(), torch.no_grad():  # the reference model, as in trainers
         ours = model(**inputs).logits[batch["attention_mask"] != 0]
         assert sharing(model).stats.shared == 3
         fastpack.unpatch(model)
@@ -304,7 +304,7 @@ def test_other_collators() -> None:
 
 @pytest.mark.parametrize("kind", INPUT_KINDS)
 def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both come in one copy: prefixes are found again only if lengths were made without ids."""
+    """One copy brings both. Prefixes are found again only if lengths were made without ids."""
     model = patched(tiny_model("llama"))
     looked: list[int] = []
     original = find_prefixes

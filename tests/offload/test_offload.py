@@ -202,7 +202,7 @@ def test_why_not() -> None:
     assert idle(model).startswith(f"{LAYERS - 1} of {LAYERS} layers are checkpointed")
 
     model = prepared(tiny(), "checkpoints")  # with no stand-in
-    why = "copies beside the computation need a CUDA device, not cpu"
+    why = "copies that overlap with the computation need a CUDA device, not cpu"
     assert fastpack.report(model).notes[-1] == f"offload: nothing to do, {why}"
     run(model).backward()
     assert idle(model).startswith(why)

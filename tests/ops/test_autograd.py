@@ -1,4 +1,4 @@
-"""Gradients of gradients raise an error; they are not silently left out."""
+"""Gradients of gradients raise an error and are not silently left out."""
 
 from __future__ import annotations
 

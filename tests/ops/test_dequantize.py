@@ -65,7 +65,7 @@ def swapped(packed: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether the bits are equal, those of the signs of zeros included."""
+    """Return whether all bits are equal, including the signs of zeros."""
     assert a.dtype == b.dtype
     assert a.shape == b.shape
     as_integers = INTEGERS[a.element_size()]
@@ -107,7 +107,7 @@ def test_any_block_size(device: str, shape: tuple[int, ...], blocksize: int) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_are_not_computed_with_a_fused_multiply_add(device: str) -> None:
-    """There are enough blocks to show one rounding instead of two."""
+    """There are enough blocks for a difference between one rounding and two to show."""
     packed, state = make_weight((512, 64), nested=True, device=device)
     state.code = torch.ones_like(state.code)
     actual = dequantize(packed, state, torch.float32, "triton")
@@ -226,7 +226,7 @@ def test_unsupported_weights_raise_if_the_kernel_is_named() -> None:
 
 
 def test_projections_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs once in the forward and once in the backward; the input's gradient is the dense weight's."""
+    """The kernel runs once in each pass; the input's gradient equals the dense weight's."""
     packed, state = quantised("nf4", True, (24, 64), torch.float32)
     calls = count_calls(monkeypatch, kernels, "dequantize")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,7 @@ WIDTHS = (1, 7, 64, 257, 1024)
 
 
 def stretched(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return rows of very different size: eps dominates the first, and the squares of the last overflow in fp16."""
+    """Return rows of very different size: eps dominates the first; the squares of the last overflow in fp16."""
     x = torch.randn(6, 3, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
     return ((x + 0.3) * torch.tensor([0.0, 1e-4, 1e-2, 1.0, 30.0, 1000.0]).double()[:, None, None]).to(dtype)
 
@@ -30,7 +30,7 @@ def random_weight(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 NORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool, float]] = {
-    # op, centred, what is added to the weight
+    # op, centred, the number that is added to the weight
     "rms, rounded before": (lambda x, w: rms_norm(x, w, EPS), False, 0.0),
     "rms, rounded after": (lambda x, w: rms_norm(x, w, EPS, rounding="after"), False, 0.0),
     "rms, 1 + weight": (lambda x, w: rms_norm(x, w, EPS, rounding="after", unit_offset=True), False, 1.0),
@@ -56,7 +56,7 @@ def test_norm_is_the_definition(name: str, width: int) -> None:
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("name", NORMS)
 def test_norm_of_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
-    """One rounding for rounding "after", two for "before": no overflow of squares, no loss in the mean."""
+    """Rounding "after" rounds once, "before" twice. No square overflows, and the mean loses nothing."""
     op, centred, offset = NORMS[name]
     x, weight = stretched(257, dtype), random_weight(257, dtype)
     out = op(x, weight)
@@ -69,7 +69,7 @@ def test_norm_of_half_precision_is_computed_in_float32(name: str, dtype: torch.d
 
 
 def test_layer_norm_takes_a_weight_for_each_head() -> None:
-    """Cohere's q and k norms: ``[heads, D]``."""
+    """The weight ``[heads, D]`` is that of Cohere's q and k norms."""
     x, weight = torch.randn(5, 4, 8), torch.randn(4, 8)
     out = layer_norm(x, weight, EPS)
     for head in range(4):
@@ -142,8 +142,10 @@ def test_float32_weight_of_a_half_precision_model(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("width", WIDTHS[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_DTYPES])
 def test_layer_norm_is_the_stock_module_but_for_rounding(dtype: torch.dtype, width: int) -> None:
-    """Torch's kernel sums in another order than Cohere's module: no worse than it, and equal once rounded to bf16
-    wherever float32 did not fall on an edge."""
+    """Torch's kernel is no less exact than Cohere's module, which adds in another order.
+
+    Their results are equal once rounded to bf16, unless a float32 value lies at a rounding boundary.
+    """
     stock = Stock("cohere", width, dtype)
     x = stretched(width, dtype)[2:]
     theirs, mine = stock.module(x).detach(), stock.mine(x).detach()
@@ -172,7 +174,7 @@ def test_norm_gradients_are_the_stock_module_s(name: str) -> None:
 
 
 def test_weight_gradient_is_float32_s_under_autocast() -> None:
-    """So it is if the backward runs inside the autocast region."""
+    """This holds if the backward runs inside the autocast region."""
     x, weight = torch.randn(300, 16).requires_grad_(), torch.randn(16).requires_grad_()
     actual = []
     for enabled in (False, True):

@@ -20,7 +20,7 @@ from fastpack.ops.kernels import norm as kernels
 Op = Callable[..., Tensor]
 
 NORMS: dict[str, tuple[Op, bool, float]] = {
-    # op, centred, what is added to the weight
+    # op, centred, the number that is added to the weight
     "rms, rounded before": (lambda *args, **how: rms_norm(*args, EPS, **how), False, 0.0),
     "rms, rounded after": (lambda *args, **how: rms_norm(*args, EPS, rounding="after", **how), False, 0.0),
     "rms, 1 + weight": (
@@ -70,7 +70,7 @@ def test_kernel_is_the_definition(
     other = defined(wide[0], wide[1] + offset, centred=not centred)
     for wrong, index in ((alone, 2), (unweighted, 0), (other, 0)):
         if index == 2 and centred and shape[-1] == 2:
-            continue  # a row of two is -1 and 1 whatever it holds
+            continue  # a normalised row of two is always -1 and 1
         with pytest.raises(AssertionError):
             assert_no_worse(wrong.detach().to(dtype), plain[index], truth[index])
 
@@ -138,7 +138,7 @@ def test_kernel_of_any_strides(device: str) -> None:
 @pytest.mark.parametrize("rounding", ["before", "after"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], implementation: Any) -> None:
-    """The functions for other Functions give the op's results, and recompute the normalised tensor bit for bit."""
+    """The functions without a graph give the op's results, and recompute the normalised tensor bit for bit."""
     x, grad, direct = random_tensor(3, *shape, device=device, dtype=torch.float16).unbind()
     weight = random_tensor(shape[-1], device=device, dtype=torch.float16).requires_grad_()
     how: dict[str, Any] = {"rounding": rounding, "unit_offset": True, "implementation": implementation}
@@ -151,7 +151,7 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
         frozen, none = rms_norm_backward(grad, x, weight, rstd, grad_summed=direct, need_weight=False, **how)
         assert relative(frozen, dx) <= torch.finfo(dx.dtype).eps
         assert none is None
-        for need_weight in (True, False):  # the normalised tensor again on the way, over the gradient
+        for need_weight in (True, False):  # the normalised tensor is computed again, in the gradient's memory
             over = grad.clone()
             actual = rms_norm_backward(
                 over, x, weight, rstd, grad_summed=direct, need_weight=need_weight, normed=over, **how
@@ -194,7 +194,7 @@ def test_recomputed_over_the_gradient(device: str, shape: tuple[int, int], monke
 @pytest.mark.parametrize(("width", "eps"), [(40, EPS), (40, 0.0), (1100, EPS)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_padding(device: str, width: int, eps: float, counted: int) -> None:
-    """They are not read, their results are zeros, and the other rows' results equal those without them bit for bit."""
+    """Padding rows are not read, and their results are zeros. Other rows get the same bits as without padding."""
     x, grad, direct = random_tensor(3, 9, width, device=device, dtype=torch.float32).unbind()
     weight = random_tensor(width, device=device, dtype=torch.float32)
     short = [tensor[:counted].clone() for tensor in (x, grad, direct)]
@@ -255,7 +255,7 @@ def test_layer_norm_kernel_with_a_weight_for_each_head(device: str) -> None:
             if right.any():
                 assert_no_worse(value, torch_s, right)
             else:
-                # a row of one: the gradient is what float32 leaves of terms of about 200 that cancel
+                # in a row of one, terms of about 200 cancel: the gradient is their rounding in float32
                 assert value.abs().max() <= 1e-4
 
 
@@ -269,7 +269,7 @@ def test_no_tokens_and_rows_of_any_size(device: str) -> None:
             for which in ("triton", "torch")
         )
         rstd = (x.detach().square().mean(-1, keepdim=True) + EPS).rsqrt()
-        # the gradient of a row of one is what is left of terms that cancel: it is measured by those
+        # the gradient of a row of one is the rest of terms that cancel, so it is measured against these terms
         terms = (x.detach() + 1) * weight.detach() * rstd if width == 1 else actual[1]
         for mine, theirs, size in zip(actual, expected, (actual[0], terms, actual[2]), strict=True):
             assert mine.shape == theirs.shape
@@ -314,7 +314,7 @@ def test_unsupported_inputs_raise_if_the_kernel_is_named() -> None:
 
 
 def test_compiled_whole() -> None:
-    """The compiler traces the definition, and its gradients."""
+    """The compiler traces the definition and its gradients."""
     x, weight = torch.randn(4, 16).requires_grad_(), torch.randn(16).requires_grad_()
 
     def run(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Normalised heads, rotated: the fused kernel against the two ops, and the stock modules."""
+"""Normalised and rotated heads: the fused kernel against the two ops and the stock modules."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_strided_heads_are_as_near_to_float64_as_the_two_ops(
     indexed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cases are heads of a wider tensor, heads before tokens, such or expanded gradients, and slices of tables."""
+    """Heads are slices or transposed, gradients are too or are expanded, and tables are slices."""
     from fastpack.ops.kernels import norm_rope as kernels
 
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 4)  # so that each takes several blocks
@@ -236,7 +236,7 @@ def test_slices_of_a_fused_projection_under_checkpointing(implementation: Implem
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("rounding", "unit_offset"), KINDS)
 def test_float32_weights_of_half_precision_heads(rounding: Rounding, unit_offset: bool, autocast: bool) -> None:
-    """As in a quantised model or under autocast: the dtypes are the two ops', and the error is no larger."""
+    """This happens in a quantised model or under autocast. Dtypes equal the two ops', and the error is no larger."""
     leaves, cotangents = inputs((6, 4, 2, 16, 12))
     half = [x.detach().to(torch.float16 if i < 2 else torch.float32).requires_grad_() for i, x in enumerate(leaves)]
     wide = [x.detach().double().requires_grad_() for x in half]

@@ -24,7 +24,7 @@ D = 16
 
 
 def angles(rotary: int) -> Tensor:
-    """``[T, R / 2]`` in float64."""
+    """Return the angles ``[T, R / 2]`` in float64."""
     return POSITIONS[:, None].double() * 10_000.0 ** (-torch.arange(0, rotary, 2).double() / rotary)
 
 
@@ -36,7 +36,7 @@ def tables(rotary: int, layout: Layout, dtype: torch.dtype = torch.float64) -> t
 
 
 def rotated(x: Tensor, rotary: int, layout: Layout) -> Tensor:
-    """Rotate as defined: each pair of the first R elements is a complex number, rotated by its angle."""
+    """Rotate by definition: each pair of the first R elements is a complex number, rotated by its angle."""
     turn = torch.polar(torch.ones(()).double(), angles(rotary))[:, None]
     half = rotary // 2
     out = x.double().clone()
@@ -68,7 +68,7 @@ def test_rope_is_the_definition(layout: Layout, rotary: int) -> None:
 
 
 def test_the_layouts_differ() -> None:
-    """The negative control of the test above."""
+    """Negative control of the test above."""
     q, _ = heads()
     assert relative(rotated(q, D, "half"), rotated(q, D, "interleaved")) > 0.1
 
@@ -122,7 +122,7 @@ def test_rope_of_views(layout: Layout) -> None:
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_float32_tables_with_half_precision_heads(dtype: torch.dtype) -> None:
-    """They are not cast, as under autocast, and the heads keep their dtype."""
+    """Autocast gives float32 tables. They are not cast, and the heads keep their dtype."""
     q, k = heads(dtype)
     cos, sin = tables(12, "half", torch.float32)
     for x, turned in zip((q, k), apply_rope(q, k, cos, sin), strict=True):

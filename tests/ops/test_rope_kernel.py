@@ -31,7 +31,7 @@ def where() -> None:
 def test_kernel_is_the_definition(
     shape: tuple[int, ...], layout: Layout, indexed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, one launch each and nothing besides; a wrong layout or position is another function."""
+    """Forward and backward take one launch each and no other operation; a wrong layout or position fails."""
     tokens, h, k_heads, d, rotary = shape
     cos, sin = tables(tokens + 3 if indexed else tokens, rotary, layout)
     positions = random_tensor(tokens).argsort() + 2 if indexed else None
@@ -99,9 +99,9 @@ def test_unsupported_inputs_raise_if_the_kernel_is_named() -> None:
     q, k = random_tensor(T, 4, D), random_tensor(T, 2, D)
     cos, sin = tables(T, D, "half")
     strided = q.repeat_interleave(2, -1)[..., ::2]
-    with pytest.raises(ValueError, match="kernel of RoPE got"):
+    with pytest.raises(ValueError, match="kernel for RoPE got"):
         apply_rope(strided, k, cos, sin, implementation="triton")
-    with pytest.raises(ValueError, match="kernel of RoPE got"):
+    with pytest.raises(ValueError, match="kernel for RoPE got"):
         apply_rope(q, k, cos, sin, positions=torch.arange(T, device=DEVICE).double(), implementation="triton")
     actual, expected = (apply_rope(x, k, cos, sin)[0] for x in (strided, q))
     assert relative(actual, expected) < 1e-6, "auto takes the definition"
@@ -158,7 +158,7 @@ def test_native_kernel_is_no_worse_than_the_stock_function(
 
 @pytest.mark.gpu
 def test_native_kernel_reaches_past_two_to_the_31_elements() -> None:
-    """Offsets are int64: the last token of a buffer of 4.3 GB begins behind element 2^31."""
+    """Offsets are int64: the last token of a buffer of 4.3 GB begins after element 2^31."""
     tokens, wide = 16_500, 130_176
     qkv = torch.zeros(tokens, wide, device=DEVICE, dtype=torch.bfloat16)
     q, k = qkv[:, :256].unflatten(-1, (2, 128)), qkv[:, -128:].unflatten(-1, (1, 128))
@@ -188,7 +188,7 @@ def test_a_new_number_of_tokens_compiles_nothing() -> None:
 
 @pytest.mark.gpu
 def test_native_kernel_in_a_cuda_graph_and_beside_nothing() -> None:
-    """One kernel forward, one backward, and no synchronisation: it can be captured."""
+    """Forward and backward take one kernel each, without synchronisation, so they can be captured."""
     stream = torch.cuda.Stream()  # leaves made on the default stream would draw it into the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""From each row to its copies and back: forwards are gathers; gradients are sums, rounded once and deterministic."""
+"""Gathers between rows and their copies; gradients are sums, rounded once and deterministic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("first", [None, [6, 8, 9, 5, 7]])
 def test_definitions(first: list[int] | None) -> None:
-    """They hold whichever copy is the first."""
+    """The definitions hold for any choice of the first copy."""
     mapping = copies(first)
     x, y = rows(5), rows(10)
     assert torch.equal(spread(x, mapping), x[SOURCE])

@@ -1,8 +1,8 @@
-"""``report(model).as_modules`` gives each reason if its cause is there, and nothing without the cause.
+"""``report(model).as_modules`` gives each reason if its cause is present, and no reason otherwise.
 
-A projection that can't be read is called as a module, which is checked too: it is called, with the stock result.
-Reasons that have tests of their own: adapters that read rows, and a compute dtype that is not the input's
-(test_fused_lora.py), weights of ZeRO-3 and FSDP2 (distributed).
+A projection that can't be read must be called as a module, with the stock result. This is checked too. Some reasons
+have tests of their own: adapters that read rows and a compute dtype that is not the input's (test_fused_lora.py),
+weights of ZeRO-3 and FSDP2 (distributed).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FUSED = {"project": 4, "gated_mlp": 2, "add_updates": 0}
 
 @dataclass(frozen=True)
 class Case:
-    """A model whose projections are all fused, what keeps some of them from it, and what the report says then.
+    """A model with fused projections, a cause that keeps some of them from it, and the report's reason.
 
     Attributes:
         build: the model.
-        cause: what is done to it, and to the one projection named :data:`WHERE`.
-        reason: in the report, of each projection in ``where``.
-        called: what is called of it: the base layer, where LoRA's update can be fused on top.
-        trains: False where bitsandbytes itself serves inference alone.
+        cause: the change to the model and to its projection :data:`WHERE`.
+        reason: the report's reason for each projection in ``where``.
+        called: the module that is called: the base layer, if LoRA's update can be fused on top.
+        trains: False if bitsandbytes itself supports inference only.
         once: the call itself removes the cause.
     """
 
@@ -54,7 +54,7 @@ class Case:
 
 
 class Tagged(nn.Parameter):
-    """A weight of a class of its own, as other libraries have them."""
+    """A weight of a subclass, as other libraries use them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -89,7 +89,7 @@ def qlora(tmp_path: Path) -> Any:
 
 
 def half_as_much(module: Any) -> None:
-    """A hook that is missed where it is not run."""
+    """Halve a result, as a hook whose absence would show."""
     module.register_forward_hook(lambda module, args, out: out / 2)
 
 
@@ -120,14 +120,14 @@ def in_8_bit(linear: Any) -> nn.Module:
 
 
 def second(model: Any, active: Any = "second", **settings: Any) -> None:
-    """Another adapter of both up_proj, which takes part."""
+    """Add another active adapter to both up_proj."""
     torch.manual_seed(2)
     model.add_adapter("second", lora_config(r=2, target_modules=["up_proj"], init_lora_weights=False, **settings))
     model.base_model.set_adapter(active)
 
 
 def lose_quant_state(module: Any) -> None:
-    """As wrappers do that make parameters anew: bitsandbytes finds it again when the module is called."""
+    """Lose the quant state, as wrappers do that make new parameters; bitsandbytes restores it in the module's call."""
     module.weight = nn.Parameter(module.weight.data, requires_grad=False)
 
 
@@ -136,7 +136,7 @@ def forget_compute_dtype(module: Any) -> None:
 
 
 def pack_for_a_cpu(module: Any) -> None:
-    """The change that bitsandbytes makes to a weight in evaluation."""
+    """Pack a weight as bitsandbytes does in evaluation on a CPU."""
     if not pytest.importorskip("bitsandbytes").functional.has_avx512bf16():
         pytest.skip("bitsandbytes packs weights for CPUs with AVX512-BF16 alone")
     module.eval()
@@ -146,7 +146,7 @@ def pack_for_a_cpu(module: Any) -> None:
 
 
 def part(name: str) -> Callable[[Any], Any]:
-    """LoRA's A, B or dropout of a projection."""
+    """Return a function that returns a projection's LoRA A, B or dropout."""
     return lambda module: getattr(module, name)["default"]
 
 
@@ -214,14 +214,14 @@ CASES = {
 
 
 def found_at(model: Any, where: str = WHERE) -> Any:
-    """The module at this place, under whatever wraps the model."""
+    """Return the module at this place, inside any wrappers of the model."""
     (module,) = (module for name, module in model.named_modules() if name.endswith(where))
     return module
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Count the calls of each module without a hook, since a hook would be a reason itself."""
+    """Count the calls of each module without a hook, since a hook would itself be a reason."""
     result: Counter[int] = Counter()
     stock = nn.Module.__call__
 
@@ -265,7 +265,7 @@ def test_reasons(name: str, tmp_path: Path, calls: dict[str, int], called: Count
 
 
 def test_offloaded_with_the_module_around_them() -> None:
-    """accelerate brings what a module holds when that is called: inside, no weight is there before, and no hook."""
+    """accelerate loads weights when the outer module is called. Until then, inner modules have no weights or hooks."""
     from accelerate import cpu_offload
 
     sequences = make_sequences(VOCAB)
@@ -283,7 +283,7 @@ def test_offloaded_with_the_module_around_them() -> None:
 
 
 def test_an_adapter_that_is_offloaded_or_has_no_weight(tmp_path: Path) -> None:
-    """Told at rest; neither can run as it is, stock or patched, before somebody brings the weight."""
+    """The report says so at rest. Neither can run, stock or patched, before the weight is loaded."""
     model = fastpack.patch(lora(tmp_path))
     a = found_at(model).lora_A["default"]
     weight = a.weight
@@ -297,7 +297,7 @@ def test_an_adapter_that_is_offloaded_or_has_no_weight(tmp_path: Path) -> None:
 
 
 def test_merged_and_disabled(tmp_path: Path, calls: dict[str, int]) -> None:
-    """A run takes it out of the base, and is fused; what is told before it changes nothing."""
+    """A run unmerges the adapter and is fused; a report before it changes nothing."""
     (sequence,) = make_sequences(VOCAB, [19])
     model = fastpack.patch(lora(tmp_path))
     model.merge_adapter()
@@ -315,7 +315,7 @@ def test_merged_and_disabled(tmp_path: Path, calls: dict[str, int]) -> None:
 def test_updates_over_modules_take_the_chosen_kernels(
     kernels: Any, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float32 A and B beside activations in half precision: one kernel expands all updates of a group."""
+    """A and B are float32, activations half precision: one kernel expands all updates of a group."""
     expansions = count_calls(monkeypatch, pytest.importorskip("fastpack.ops.kernels.lora"), "expand")
     (sequence,) = make_sequences(VOCAB, [19])
     model = lora(tmp_path)

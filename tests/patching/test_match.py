@@ -1,4 +1,4 @@
-"""Classes whose source was not proved: fast where a twin matches, else on their own forward, aloud."""
+"""Classes whose source is not proved: fast if a twin matches, else on their own forward, with a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastpack.patching.match import match_specs
 
 
 class Judge:
-    """Stands for the twin: what it was asked, and what it says of each class."""
+    """A stand-in for the twin: it records what it is asked, and answers for each class."""
 
     def __init__(self, why: str = "", only: Mapping[Spec, str] | None = None) -> None:
         self.why, self.only = why, only or {}

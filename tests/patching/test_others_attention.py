@@ -1,4 +1,4 @@
-"""Attention of other code is refused by name, at the patch and in the forward; transformers' own is not."""
+"""Other code's attention is refused by name, at the patch and in the forward; transformers' own is not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def model_of(family: str, attention: str = "sdpa") -> Any:
 
 
 FAMILIES = ("llama", "stablelm", "deepseek_v3", "bamba")
-"""Fast, varlen, latent, and one with recurrent layers too."""
+"""Families of the fast and the varlen tier, with latent attention, and with recurrent layers."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +102,7 @@ def test_a_function_in_the_shared_table(family: str, place: Places, monkeypatch:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_own_is_not_refused(family: str, attention: str) -> None:
-    """And may be changed to another of its own after the patch."""
+    """It may be changed to another of transformers' own after the patch."""
     model = model_of(family, attention)
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model)
@@ -124,7 +124,7 @@ def test_the_eager_function_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("where", ["_local_mapping", "_global_mapping"])
 def test_masks_of_ones_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They say who sees whom, and nobody asks for them in a patched model."""
+    """Such masks decide which tokens attend to which. A patched model would ignore them, so it refuses them."""
     sdpa, eager = (fastpack.patch(tiny_model("llama", attn_implementation=name)) for name in ("sdpa", "eager"))
     monkeypatch.setitem(getattr(ALL_MASK_ATTENTION_FUNCTIONS, where), "sdpa", mine)
     for message in (said_by(sdpa, **BATCH), said_by(fastpack.patch, tiny_model("llama", attn_implementation="sdpa"))):
@@ -140,7 +140,7 @@ def ring(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("where", ["entry", "_flash_attention_forward"])
 def test_flash_attention_of_ones_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ring-flash-attn puts it into the table, and verl into the file that transformers' own calls."""
+    """ring-flash-attn puts its own into the table, verl into the file that transformers' own calls."""
     model, other = fastpack.patch(tiny_model("llama")), fastpack.patch(tiny_model("llama", attn_implementation="sdpa"))
     model.config._attn_implementation = "flash_attention_2"
     model(**BATCH)
@@ -153,7 +153,7 @@ def test_flash_attention_of_ones_own(where: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_known_by_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed's Ulysses, which ``prepare()`` puts there, whatever it calls; and a callable object."""
+    """The cases are DeepSpeed's Ulysses, registered by ``prepare()`` whatever it calls, and a callable object."""
     named = {"__name__": "deepspeed.runtime.sequence_parallel.ulysses_sp"}
     wrapper = types.FunctionType((lambda *args, **kwargs: None).__code__, named, "uattn_wrapper")
 
@@ -168,7 +168,7 @@ def test_what_is_known_by_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_on_rows_the_stock_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever's it is: nothing is bypassed. Among several processes it may spread sequences: see distributed/."""
+    """On rows any function runs, so none is bypassed. Among processes it may spread sequences: see distributed/."""
     for family in ("gptj", "zaya"):
         model = build_tiny(family).train()
         model.set_attn_implementation("eager")
@@ -200,7 +200,7 @@ def test_torchs_function_replaced(family: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def eval_name(dotted: str) -> Any:
-    """The object of a dotted name."""
+    """Return the object of a dotted name."""
     result: Any = {"torch": torch, "transformers": transformers}[dotted.partition(".")[0]]
     for name in dotted.split(".")[1:]:
         result = getattr(result, name)
@@ -265,7 +265,7 @@ def test_selective_checkpointing_of_the_whole_model() -> None:
 
 
 def hidden_in(attention: str, where: str, changed: pytest.MonkeyPatch, model: Any) -> Any:
-    """Bring in other code's attention, and return the context to enter for it."""
+    """Install other code's attention, and return the context in which it is active."""
     if where in ("assigned", "registered"):
         (assigned if where == "assigned" else registered)(changed, attention, mine)
     elif where == "torch's":
@@ -283,7 +283,7 @@ PLACES = ("assigned", "registered", "torch's", "a mode", "its own name", "a help
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_looks(whole: bool, monkeypatch: pytest.MonkeyPatch, compile_anew: None) -> None:
-    """Guards notice attention that comes after the compilation, and forget it when it goes again."""
+    """Guards notice attention that is installed after the compilation, and that it is removed again."""
     model: Any = fastpack.patch(model_of("llama"))
     runtime = runtime_of(model.base_model)
     watch = None if runtime is None else runtime.user_changes
@@ -304,7 +304,7 @@ def test_compiled_looks(whole: bool, monkeypatch: pytest.MonkeyPatch, compile_an
 
 
 def test_compiled(monkeypatch: pytest.MonkeyPatch, compile_anew: None) -> None:
-    """The whole model, as one graph: looking costs none, and the message says it."""
+    """The whole model is one graph: the check adds none, and the error names the attention."""
     model: Any = fastpack.patch(tiny_model("llama", num_hidden_layers=1, attn_implementation="sdpa").eval())
     packed = fastpack.PackedSeqLens.from_lengths([4, 6]).bucketed()
     batch = {"input_ids": packed.unpad(IDS), "packed_seq_lens": packed.flattened()}
@@ -369,7 +369,7 @@ def test_a_trainer_whose_accelerator_spreads_sequences(size: str, tmp_path: Path
 
 
 def test_what_prepare_brings(tmp_path: Path, accelerate_afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate registers DeepSpeed's Ulysses there, when a trainer has long been patched."""
+    """accelerate registers DeepSpeed's Ulysses there, long after a trainer was patched."""
     trainer = fastpack.patch(plain(tmp_path))
     prepare = trainer.accelerator.prepare
 

@@ -1,6 +1,6 @@
-"""The patching contract: one instance, nothing else, exactly undone, and surviving what users do to models.
+"""The patching contract: it changes one instance, can be undone exactly, and survives what users do to models.
 
-What other libraries wrap around patched models is in ``test_patching_wrapped.py``.
+Wrappers of other libraries around patched models are in ``test_patching_wrapped.py``.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def test_importing_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_import_is_quick() -> None:
-    """Adds under 0.2 s to ``import torch``, of this process's own time: others may be busy. The best of eight.
+    """The import adds less than 0.2 s of this process's own time to ``import torch``, in the best of eight runs.
 
-    As much longer as torch takes beyond 1.2 s, where the machine is slow, but under 0.3 s on any. Without the garbage
-    of ``import torch``, the collection of which falls into whoever comes next.
+    On a slow machine, the limit grows by the time that torch takes beyond 1.2 s, but stays under 0.3 s. Garbage of
+    ``import torch`` is left out, since its collection would fall into the next import.
     """
     code = "import time, gc; gc.disable(); at = time.process_time; t = at(); import torch; u = at(); import fastpack; "
     code += "print(u - t, at() - u)"
@@ -271,7 +271,7 @@ def _stock_beams(model: nn.Module, ids: dict[str, Any], settings: dict[str, Any]
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_masks_of_zeros_and_ones_take_the_stock_path(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read once where a cache is asked for; not where it came, nor in steps of decoding: nothing waits."""
+    """They are read once if a cache is requested, and not if one was passed or in decoding, so nothing waits."""
     read: list[Any] = []
     numbers = inputs.read_segments
     monkeypatch.setattr(inputs, "read_segments", lambda mask: read.append(mask) or numbers(mask))
@@ -387,7 +387,7 @@ def test_the_report_notes_what_checkpointing_would_lose(model_type: str, message
 
 
 def test_the_report_notes_what_autocast_will_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over float32 weights a kernel that wants half precision serves as soon as there is autocast."""
+    """Over float32 weights, a kernel that needs half precision serves only under autocast."""
     monkeypatch.setattr(torch_varlen, "rejects", lambda s: None if s.dtype == torch.bfloat16 else f"not {s.dtype}")
     report = fastpack.report(fastpack.patch(tiny_model("llama")))
     assert (report.backend, report.notes) == ("segments", ("attention: torch_varlen under autocast to bfloat16",))

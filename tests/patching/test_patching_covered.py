@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def ours_in(model: nn.Module) -> list[str]:
-    """Names of the modules on which a forward or a hook of fastpack's still does something."""
+    """Return the names of modules on which a forward or hook of fastpack's is still active."""
 
     def does_something(result: Any) -> bool:
         return isinstance(result, (Replacement, PreHook)) and result.enabled
@@ -60,7 +60,7 @@ ACTIONS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("first", ["model", "trainer"])
 @pytest.mark.parametrize("action", ACTIONS)
 def test_trls_fused_head_stays(action: str, first: str, tmp_path: Path, calls: Calls) -> None:
-    """It is over our head where the model was patched first, and under it where the trainer was."""
+    """It wraps our head if the model was patched first, and is under it if the trainer was."""
     stock = SFTTrainer(tiny_model("llama"), args=config(tmp_path), train_dataset=rows(), processing_class=tokenizer())
     want = losses(stock)
     model = tiny_model("llama")
@@ -92,7 +92,7 @@ class VerifyMidway(TrainerCallback):
 
 
 def test_autocast_stays_after_verify(tmp_path: Path) -> None:
-    """accelerate puts it around the head's forward; what is verified is the float32 model beneath it."""
+    """accelerate puts autocast around the head's forward; verify runs the float32 model beneath it."""
     model = fastpack.patch(tiny_model("llama"))
     seen: list[torch.dtype] = []
     down = model.model.layers[0].mlp.down_proj
@@ -107,7 +107,7 @@ def test_autocast_stays_after_verify(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beneath", [False, True])
 def test_a_users_own_wrapper(beneath: bool, calls: Calls) -> None:
-    """It goes on to be called, with the stock model beneath it, and with ours once more."""
+    """It is still called, over the stock model and over ours after another patch."""
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
     if beneath:
@@ -172,7 +172,7 @@ def test_accelerates_hooks_and_unpatch(order: str, unhooked: str) -> None:
 
 @pytest.mark.parametrize("saved", [["self_attn"], ["norm", "input_layernorm"], ["mlp"]])
 def test_modules_that_peft_copied(saved: list[str]) -> None:
-    """``modules_to_save`` copies modules with our forwards on them."""
+    """``modules_to_save`` copies modules that have our forwards."""
     from peft import LoraConfig, get_peft_model
 
     target = ["down_proj"] if saved != ["mlp"] else ["q_proj"]
@@ -189,7 +189,7 @@ def test_modules_that_peft_copied(saved: list[str]) -> None:
 
 
 def test_norms_that_peft_copied() -> None:
-    """LN tuning trains copies of norms, with our forwards on them."""
+    """LN tuning trains copies of norms that have our forwards."""
     from peft import LNTuningConfig, get_peft_model
 
     model = fastpack.patch(tiny_model("llama"))
@@ -228,7 +228,7 @@ def test_another_backbone_is_not_taken_for_the_patched_one() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "mamba", "bloom", "rwkv", "gpt2"])
 def test_a_model_that_shares_layers_with_a_patched_one(model_type: str) -> None:
-    """Neither unpatching it, which was never patched, nor trying to patch it takes anything off the other."""
+    """Unpatching it (it was never patched) or failing to patch it leaves the other model's patch intact."""
     policy, reference = fastpack.patch(tiny_model(model_type)), tiny_model(model_type, seed=1)
     want = run_batch(policy, make_sequences(VOCAB), "TRL's keywords")
     for name, child in policy.base_model.named_children():
@@ -244,7 +244,7 @@ def test_a_model_that_shares_layers_with_a_patched_one(model_type: str) -> None:
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("order", ["stay patched", "unpatch and unwrap", "unwrap and unpatch"])
 def test_accelerates_unwrap_model(order: str) -> None:
-    """It makes a method of our forward, which knows its module already."""
+    """It makes a bound method of our forward, which is bound to its module already."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
@@ -264,7 +264,7 @@ def test_accelerates_unwrap_model(order: str) -> None:
 
 @pytest.mark.usefixtures("accelerate_afresh")
 def test_verify_knows_autocast_from_float32() -> None:
-    """Ours over accelerate's autocast, and inside the user's own."""
+    """The cases are ours over accelerate's autocast, and inside the user's own."""
     from accelerate import Accelerator
 
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(tiny_model("llama"))
@@ -322,7 +322,7 @@ def test_copies_under_accelerates_hooks(first: str) -> None:
 def test_a_compiled_decoder_is_the_patched_one() -> None:
     model, plain = fastpack.patch(tiny_model("opt").eval()), tiny_model("opt").eval()
     batch = padded(make_sequences(VOCAB), "right")
-    model.model.decoder = torch.compile(model.model.decoder, backend="eager")  # without dropout: in evaluation
+    model.model.decoder = torch.compile(model.model.decoder, backend="eager")  # in evaluation, without dropout
     assert torch.allclose(model(**batch).loss, plain(**batch).loss, rtol=1e-5)
 
 

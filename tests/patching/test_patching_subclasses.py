@@ -1,4 +1,4 @@
-"""Classes of a user's own, and parametrizations, over a family's: as exact as the family's, or refused, or named."""
+"""User subclasses and parametrizations of a family's classes: exact like the family, refused, or reported by name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Louder(nn.Module):
 
 
 def subclassed(module: nn.Module, **own: Any) -> None:
-    """One of a user's own in its place, with what is given."""
+    """Replace a module's class by a user's subclass with these attributes."""
     module.__class__ = type(f"My{type(module).__name__}", (type(module),), {**own, "__module__": __name__})
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:
-    """One of a user's own in its place, whose mixin comes first and is no module."""
+    """Replace a module's class by a user's class, with a mixin first that is no module."""
     cls: Any = type(module)
     module.__class__ = type(f"My{cls.__name__}", (mixin, cls), {"__module__": __name__})
 
@@ -55,7 +55,7 @@ MIXERS = {
 @pytest.mark.parametrize("how", ["parametrized", "subclass"])
 @pytest.mark.parametrize("model_type", MIXERS)
 def test_mixers_of_another_class(model_type: str, how: str) -> None:
-    """Whose class is another by name alone: left stock, recurrent ones ran over all sequences as over one."""
+    """The class differs by name alone. Left stock, recurrent mixers ran over all sequences as one."""
     path, name = MIXERS[model_type]
     model = build_tiny(model_type).train()
     module = model.get_submodule(path)
@@ -143,7 +143,7 @@ def test_mixins_that_change_nothing_are_fast(path: str) -> None:
     ],
 )
 def test_what_stands_for_a_class_that_mixes_is_refused(model_type: str, path: str, name: str) -> None:
-    """A copied file's class, or another at a recurrent module's place: such ran over all sequences as over one."""
+    """A copied class, or another one in a recurrent module's place, ran over all sequences as one."""
     model = build_tiny(model_type)
     parent, _, child = path.rpartition(".")
     copied = type(name, (nn.Module,), {"__module__": __name__})
@@ -167,7 +167,7 @@ def test_attention_in_both_directions_is_refused() -> None:
 @pytest.mark.parametrize("how", ["class", "hook", "forward"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "granite"])
 def test_tables_that_are_no_rotation(model_type: str, how: str) -> None:
-    """The two halves of cos and sin differ, of which RoPE's fast form reads one."""
+    """The two halves of cos and sin differ, and fast RoPE reads only one."""
 
     def bent(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return tuple(table * torch.linspace(0.8, 1.2, table.shape[-1]) for table in tables)
@@ -371,7 +371,7 @@ def test_stock_class() -> None:
 
 
 class OwnConfig(LlamaConfig):
-    """As remote code has it: a ``model_type`` of its own."""
+    """A config like remote code's, with a ``model_type`` of its own."""
 
     model_type = "llama_of_my_own"
 
@@ -393,7 +393,7 @@ class OwnHead(llama.LlamaForCausalLM):
 
 
 def of_ones_own(backbone: Any) -> Any:
-    """A head over a backbone, with the config of both."""
+    """Return a user's own head over a backbone, with the configs of both."""
     settings = tiny_config("llama").to_dict()
     config = OwnConfig(**{name: value for name, value in settings.items() if name != "model_type"})
     torch.manual_seed(0)
@@ -425,7 +425,7 @@ def test_subclasses_that_only_name_things_are_fast(backbone: Any) -> None:
 
 
 def test_a_prefix_that_names_no_backbone() -> None:
-    """The head is known all the same; its fused loss, which goes by that name, is not taken."""
+    """The head is recognised anyway. Its fused loss, which needs that name, is not used."""
     model = tiny_model("llama")
     subclassed(model, base_model_prefix="transformer")
     alone = run_alone(model, make_sequences(VOCAB))
@@ -438,7 +438,7 @@ def test_a_prefix_that_names_no_backbone() -> None:
 
 
 def test_what_does_more_than_naming_things_is_refused() -> None:
-    """An ``__init__`` over a config of its own, a helper, a flag, a forward."""
+    """The cases are an ``__init__`` over its own config, a helper, a flag and a forward."""
 
     def twice_as_sharp(self: Any, config: Any) -> None:
         llama.LlamaModel.__init__(self, config)
@@ -462,7 +462,7 @@ def test_what_does_more_than_naming_things_is_refused() -> None:
 
 
 def test_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded by ``trust_remote_code``, head and backbone, registered for a ``model_type`` of its own."""
+    """Head and backbone are loaded by ``trust_remote_code`` and registered for a ``model_type`` of their own."""
     from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
     modules = tmp_path / "modules"

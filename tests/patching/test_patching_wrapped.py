@@ -1,4 +1,4 @@
-"""Patched models inside what other libraries wrap around them: accelerate, ``torch.compile``, FSDP."""
+"""Patched models inside wrappers of other libraries: accelerate, ``torch.compile``, FSDP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_accelerate_hooks_before_and_after() -> None:
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("disk", [False, True])
 def test_accelerate_offload(disk: bool, patch_first: bool, loss: Any, tmp_path: Path) -> None:
-    """Its hook on the root moves every keyword, the lengths among them, to the device that it was given: to None."""
+    """Its hook on the root moves every keyword, lengths included, to its device, which is None."""
     from accelerate import cpu_offload, disk_offload
 
     sequences = make_sequences(VOCAB)

@@ -36,7 +36,7 @@ def patched(model: Any) -> Any:
 
 
 def whole(model: Any) -> str:
-    """The one reason for which no batch of this model shared anything."""
+    """Return the only reason for which batches of this model shared nothing."""
     stats = sharing(model).stats
     assert stats.shared == stats.saved == 0
     (reason,) = stats.whole
@@ -105,7 +105,7 @@ def test_verified() -> None:
 
 
 def test_where_it_pays() -> None:
-    """A twentieth of the tokens; one token less, and the batch is left as it is."""
+    """The limit is a twentieth of the tokens; with one shared token less, a batch is left unchanged."""
     model = patched(tiny_model("llama", max_position_embeddings=128))
     for prompt, shares in ((5, True), (4, False)):
         sequences = grouped([(50 - prompt,), (50 - prompt,)], prompts=(prompt,))
@@ -150,7 +150,7 @@ DROPOUT = "is random, and differs between copies of a token"
     ],
 )
 def test_noise_in_training(model_type: str, settings: dict[str, Any], what: str) -> None:
-    """Copies of a token would have had one mask: nothing is shared, but in evaluation."""
+    """Copies of a token would get one mask, so nothing is shared in training, but in evaluation it is."""
     model = patched(tiny_model(model_type, **settings))
     batch = padded(pairs(), "left")
     kwargs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -201,7 +201,7 @@ def test_other_inputs() -> None:
 
 @pytest.mark.parametrize("columns", [True, False])
 def test_what_else_comes(columns: bool) -> None:
-    """Token types may differ where ids don't; columns that no backbone reads are handed on by heads."""
+    """Token types may differ for equal ids. Heads pass on arguments that no backbone reads."""
     model: Any = patched(tiny_model("llama"))
     batch = padded(pairs(), "left")
     further = torch.zeros_like(batch["input_ids"]) if columns else torch.zeros(4, dtype=torch.float64)
@@ -212,7 +212,7 @@ def test_what_else_comes(columns: bool) -> None:
 
 
 def test_positions_of_their_own() -> None:
-    """Learned positions: the same ids at other positions are not shared."""
+    """With learned positions, equal ids at other positions are not shared."""
     model, sequences = tiny_model("gpt2"), [words(20, 0), words(20, 0)]
     positions = torch.cat([torch.arange(20), torch.arange(30, 50)])[None]
     alone = [
@@ -228,7 +228,7 @@ def test_positions_of_their_own() -> None:
 
 
 def test_generate() -> None:
-    """With a cache the stock path runs, and shares nothing."""
+    """With a cache the stock path runs, which shares nothing."""
     model: Any = tiny_model("llama").eval()
     batch = padded(pairs(), "left")
     kwargs = {"input_ids": batch["input_ids"][:-1], "attention_mask": batch["attention_mask"][:-1]}
@@ -238,7 +238,7 @@ def test_generate() -> None:
 
 
 def test_compiled(compile_anew: None) -> None:
-    """Nothing is shared there, and nothing is wrong."""
+    """Nothing is shared under ``torch.compile``, and results stay exact."""
     model, sequences = tiny_model("llama"), pairs()
     alone = run_alone(model, sequences)
     compiled: Any = torch.compile(patched(model), backend="eager")
@@ -266,7 +266,7 @@ def test_compiled_layers(model_type: str, compile_anew: None) -> None:
 
 
 def test_one_packing_for_a_reference_in_inference_mode() -> None:
-    """What is kept with a batch was made where autograd takes no note, and serves the policy's forward behind it."""
+    """Tensors cached in inference mode with the reference's batch also serve the policy's forward after it."""
     model, sequences = patched(tiny_model("gpt2")), pairs()
     batch = fastpack.with_packed_seq_lens(lambda examples: padded(examples, "left"))(sequences)
     kwargs = {"input_ids": batch["input_ids"], "packed_seq_lens": batch["packed_seq_lens"]}

@@ -1,4 +1,4 @@
-"""PEFT's prompt learning, put over a model before it is patched, or after: exact, or refused."""
+"""PEFT's prompt learning, added before or after the patch, is exact or refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REFUSED = "virtual tokens before each row|PEFT's prefix tuning passes too"
 
 
 def wrapped(kind: str, *, patch: str = "", model: nn.Module | None = None, **task: Any) -> Any:
-    """A model with prompts, patched ``"first"``, ``"after"`` PEFT wraps it, or not at all."""
+    """Return a model with prompts: patched ``"first"``, ``"after"`` PEFT wraps it, or not at all."""
     model = tiny_model("llama") if model is None else model
     if patch == "first":
         fastpack.patch(model)
@@ -62,7 +62,7 @@ def batch_of(kind: str, **batch: Any) -> dict[str, Any]:
 
 
 def packings(sequences: list[Tensor]) -> dict[str, dict[str, Any]]:
-    """Every way to say where sequences end, TRL's and transformers' first."""
+    """Return all ways to give the ends of sequences, TRL's and transformers' first."""
     ids = torch.cat(sequences)[None]
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     keywords = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 9, "max_length_k": 9}
@@ -108,7 +108,7 @@ def test_packed_is_refused_at_the_first_forward(kind: str) -> None:
     for batch in packings(sequences).values():
         with pytest.raises(fastpack.PackingError, match=REFUSED):
             model(**batch_of(kind, **batch))
-    with model.disable_adapter():  # the control: it is the prompts that are refused
+    with model.disable_adapter():  # control: only the prompts are refused
         want = model(**padded(sequences, "right")).loss
         for batch in packings(sequences).values():
             assert relative(model(**batch).loss, want) <= FLOAT32_BOUND
@@ -116,7 +116,7 @@ def test_packed_is_refused_at_the_first_forward(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_one_sequence_a_row_is_not_refused(kind: str) -> None:
-    """Without a mask, and with one of ones; ``generate``, whose positions go on behind the prompts."""
+    """The cases are no mask, a mask of ones, and ``generate``, whose positions go on after the prompts."""
     ids = torch.stack(make_sequences(VOCAB, (6, 6)))
     stock, model = wrapped(kind), wrapped(kind, patch="first")
     for further in ({}, {"attention_mask": torch.ones_like(ids)}):
@@ -130,7 +130,7 @@ def test_one_sequence_a_row_is_not_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])
 def test_positions_that_say_nothing(kind: str) -> None:
-    """PEFT drops them where prompts are embeddings, and the advice holds."""
+    """PEFT drops positions if prompts are embeddings, and the error's advice works."""
     batch = padded(make_sequences(VOCAB, LENGTHS), "right")
     counted = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     want = wrapped(kind)(**batch).loss
@@ -174,7 +174,7 @@ def test_other_tasks(task: str) -> None:
 
 @pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])
 def test_positions_that_an_old_peft_drops(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 0.19, and without a head, nothing tells a packed batch behind prefixes."""
+    """Before 0.19, without a head, a packed batch after prefixes can't be recognised."""
     old = wrapped(kind, model=tiny_model("llama", auto=AutoModel), task_type="FEATURE_EXTRACTION")
     with monkeypatch.context() as older:
         older.setattr(peft, "__version__", "0.18.1")
@@ -186,7 +186,7 @@ def test_positions_that_an_old_peft_drops(kind: str, monkeypatch: pytest.MonkeyP
 
 
 def test_over_lora() -> None:
-    """Prompts over LoRA over a patched model; and LoRA alone, whose wrapper passes the same keywords."""
+    """The cases are prompts over LoRA on a patched model, and LoRA alone, whose wrapper passes the same keywords."""
     sequences = make_sequences(VOCAB, LENGTHS)
     model: Any = fastpack.patch(tiny_model("llama"))
     lora = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **CAUSAL))
@@ -203,7 +203,7 @@ def test_over_lora() -> None:
 
 
 def test_embeddings_of_ones_own() -> None:
-    """Who passes embeddings as a model of images and text does, and names what did not come, sends no prompts."""
+    """A model of images and text passes embeddings and None for absent arguments; these are no prompts."""
     model: Any = fastpack.patch(tiny_model("llama"))
     batch = padded(make_sequences(VOCAB, LENGTHS), "right")
     embeds = model.get_input_embeddings()(batch["input_ids"])
@@ -214,7 +214,7 @@ def test_embeddings_of_ones_own() -> None:
 
 
 def test_a_cache_with_packed_positions_is_refused() -> None:
-    """Prefix tuning is one who passes a cache; so may anybody."""
+    """Prefix tuning passes a cache, and so may any caller."""
     model: Any = fastpack.patch(tiny_model("llama"))
     sequences = make_sequences(VOCAB, LENGTHS)
     batch = packings(sequences)["position_ids"]

@@ -1,4 +1,4 @@
-"""Upstream modules that nobody has seen: edited by hand, or rewritten by machine as a release to come might be."""
+"""Upstream modules with unknown sources: edited by hand, or rewritten by machine as a future release might be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastpack.families.source import UNREADABLE, source_hash
 
 @pytest.fixture
 def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``released(model_type, rewrite)`` stands in the place of a family's upstream module, with another source."""
+    """Return a function: ``released(model_type, rewrite)`` replaces a family's upstream module by a rewritten one."""
 
     def put(model_type: str, rewrite: Any) -> ModuleType:
         upstream = importlib.import_module(FAMILIES[model_type].module)
@@ -63,7 +63,7 @@ def edit(before: str, after: str) -> Any:
 
 
 class Renamed(ast.NodeTransformer):
-    """Every variable that a function sets gets another name, and every sum its operands the other way round."""
+    """A rewrite that renames every variable that a function sets, and swaps the operands of every sum."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         arguments = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
@@ -82,7 +82,7 @@ def renamed(source: str) -> str:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "olmo2", "mixtral"])
 def test_a_release_that_only_renames_is_matched(model_type: str, released: Any) -> None:
-    """Every fast class has a source that nobody has seen; a warning is an error here."""
+    """Every fast class has an unknown source. A warning is an error here."""
     module, family = released(model_type, renamed), FAMILIES[model_type]
     unseen = [name for name in family.fast if not is_proved(name, source_hash(getattr(module, name)))]
     assert UNREADABLE not in {source_hash(getattr(module, name)) for name in family.fast}
@@ -114,7 +114,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("cls", EDITS)
 def test_a_line_edited_by_hand_that_computes_something_else(cls: str, released: Any) -> None:
-    """That class alone is lowered, by name; and the model is exact by what it computes now."""
+    """Only this class falls to a lower tier, by name, and the model is exact for its new results."""
     before, after, tier = EDITS[cls]
     model = model_of(released("llama", edit(before, after)), "llama")
     alone = run_alone(model, make_sequences(VOCAB))
@@ -138,6 +138,6 @@ def test_a_line_edited_by_hand_that_computes_the_same(released: Any) -> None:
 
 
 def test_a_module_as_it_was_is_proved(released: Any) -> None:
-    """Control: comments and blank lines are nothing to match."""
+    """Control: with other comments and blank lines, a class needs no match."""
     model = model_of(released("llama", lambda source: f"# another copy\n{source}"), "llama")
     assert fastpack.report(fastpack.patch(model, strict=True)).matched == ()

@@ -1,4 +1,4 @@
-"""Replaced forwards of a family's classes, before and after the patch: named, on a lower tier, or refused."""
+"""Replaced forwards of a family's classes, before and after the patch: reported, on a lower tier, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HERE = "test_replaced_forwards."
 
 
 def attention(self: Any, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Any:
-    """Causal, and asks no table of functions: packed sequences would be one."""
+    """Causal attention that reads no table of functions: it would take packed sequences for one."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = (proj(hidden_states).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
     q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings)
@@ -39,14 +39,14 @@ def attention(self: Any, hidden_states: Tensor, position_embeddings: Any = None,
 
 
 def layer(self: Any, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
-    """Drops every keyword and the mask: causal attention needs none, where rows are padded on the right."""
+    """A layer that drops every keyword and the mask, which causal attention doesn't need for rows padded right."""
     x = self.input_layernorm(hidden_states)
     x = hidden_states + 1.1 * self.self_attn(hidden_states=x, position_embeddings=position_embeddings)[0]
     return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def backbone(self: Any, input_ids: Tensor, attention_mask: Any = None, **_: Any) -> Any:
-    """Counts positions by itself."""
+    """A backbone that counts positions by itself."""
     x = 1.1 * self.embed_tokens(input_ids)
     tables = self.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
     for each in self.layers:
@@ -55,7 +55,7 @@ def backbone(self: Any, input_ids: Tensor, attention_mask: Any = None, **_: Any)
 
 
 def head(self: Any, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
-    """Its logits are half of what they were."""
+    """A head that halves its logits."""
     logits = 0.5 * self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
     loss = None if labels is None else self.loss_function(logits, labels, VOCAB, **kwargs)
     return CausalLMOutputWithPast(loss=loss, logits=logits)
@@ -166,7 +166,7 @@ def test_after_the_patch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_head_after_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads belong to others: theirs runs around the patched backbone, and gets its labels whole."""
+    """A user's own head forward runs around the patched backbone, and gets all its labels."""
     stock, model = (tiny_model("llama", attn_implementation="sdpa") for _ in range(2))
     fastpack.patch(model)
     put(monkeypatch, "head")

@@ -28,7 +28,7 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 
 def replicate(layers: nn.ModuleList) -> None:
-    """As PEFT does: a copy, with the same weights."""
+    """Copy layers as PEFT does, with the same weights."""
     layers.append(copy.deepcopy(layers[0]))
     for new, old in zip(layers[-1].parameters(), layers[0].parameters(), strict=True):
         new.data = old.data
@@ -41,7 +41,7 @@ def loss_of(model: Any) -> float:
 
 @pytest.mark.parametrize(("model_type", "tier"), [("llama", "fast"), ("gpt_neox", "varlen")])
 def test_copied_layers(model_type: str, tier: str) -> None:
-    """Copies are patched as their originals are, and restored with them."""
+    """Copies are patched like their originals, and restored with them."""
     stock = tiny_model(model_type)
     model = fastpack.patch(copy.deepcopy(stock))
     before = fastpack.report(model)
@@ -71,7 +71,7 @@ def test_layers_that_peft_replicates() -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "linear"])
 def test_rotary_frequencies_put_in(kind: str) -> None:
-    """Those of a type that depends on the length are each sequence's own only where the patch found the module."""
+    """Frequencies that depend on the length follow each sequence only if the patch found the module."""
     model: Any = fastpack.patch(tiny_model("llama"))
     model.config.rope_parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
@@ -96,7 +96,7 @@ def test_layers_cut_and_put_in() -> None:
 
 
 def test_what_another_patched_model_has_stays() -> None:
-    """Shared layers, and a model within a model: another patch's are not copies of this one's."""
+    """In shared layers or a nested model, another patch's modules are not copies of this one's."""
     policy = fastpack.patch(tiny_model("llama"))
     want, ours = loss_of(policy), ours_in(policy)
     reference = copy.deepcopy(policy)
@@ -207,7 +207,7 @@ def test_labels_that_another_number_marks(kind: str, fused: Any) -> None:
 
 
 def test_triton_without_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model may move after the patch, so that it is told when a kernel is wanted."""
+    """A model may move to a GPU after the patch, so the error comes only when a kernel is needed."""
     model = fastpack.patch(tiny_model("llama"), kernels="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"on the CPU.*kernels='auto'"):

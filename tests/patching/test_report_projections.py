@@ -1,4 +1,4 @@
-"""The report on linear layers that are not torch's, on LoRA of experts, and on batches that are not isolated."""
+"""The report on linear layers that aren't torch's, on experts' LoRA, and on batches that are not isolated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastpack.layers.read_projection import linear_sizes
 
 
 class HQQLinear(nn.Module):
-    """A stand-in for hqq's, which is not among the packages of the tests: its sizes, and no ``weight``."""
+    """A stand-in for hqq's layer, which the tests don't install: it has sizes but no ``weight``."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ MAKE: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "HiggsLinear": lambda linear: HiggsLinear(linear.in_features, linear.out_features, 4, group_size=16),
     "BitLinear": lambda linear: BitLinear(linear.in_features, linear.out_features, bias=False),
 }
-"""Where only a GPU or a kernel that isn't here can run it, transformers' own class, which is not run."""
+"""If only a GPU or a missing kernel can run a layer, its entry is transformers' own class, which is not run."""
 
 
 def with_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -71,7 +71,7 @@ def test_linear_layers_of_other_libraries_are_listed(name: str) -> None:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_they_are_called_and_exact(adapted: bool) -> None:
-    """Also under LoRA, whose update is added to what they return."""
+    """This holds under LoRA too, whose update is added to their results."""
     model = with_linears(wide(), HQQLinear)
     if adapted:
         config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -160,7 +160,7 @@ def test_llm_int8_is_isolated_without_outliers(threshold: float, tmp_path: Path)
 @pytest.mark.parametrize("order", ["patched, then wrapped", "wrapped, then patched"])
 @pytest.mark.parametrize("init_type", ["batch_average", "batch_average_once", "random"])
 def test_velora_is_isolated_or_reported(init_type: Any, order: str) -> None:
-    """Its gradients of A are those of the batch's tokens together; stock padded ones are off by as much."""
+    """Its gradients of A mix all tokens of a batch; the stock model's padded batches are off by as much."""
     sequences = make_sequences(VOCAB)
 
     def build(patch: bool) -> Any:
@@ -177,7 +177,7 @@ def test_velora_is_isolated_or_reported(init_type: Any, order: str) -> None:
     stock, model = build(patch=False), build(patch=True)
     assert len(said()) == (init_type != "random")
     assert all("not isolated" in note and "init_type='random'" in note for note in said())
-    if init_type == "batch_average_once":  # from the first batch on it is fixed
+    if init_type == "batch_average_once":  # it is fixed after the first batch
         for each in (stock, model):
             run_alone(each, sequences[:1])
         assert not said()

@@ -1,4 +1,4 @@
-"""A twin tells right rows from wrong ones, takes nothing from its caller's state and leaves nothing in it."""
+"""A twin tells right rows from wrong ones; the caller's state neither changes its verdict nor is changed by it."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phim
 
 
 NOT_ON_META = ("cohere_compass_text", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral")
-"""Their defaults don't go together, or they make numbers where nothing holds any."""
+"""Their defaults contradict each other, or they read numbers that the meta device doesn't hold."""
 
 
 def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
-    """A model's backbone, its family and the specs that are known of its classes."""
+    """Return a model's backbone, its family and the specs of its known classes."""
     parts = find_parts(model)
     family = covered_family(parts)
     classes = {type(module).__name__ for module in parts.backbone.modules()} | {type(parts.head).__name__}
@@ -115,7 +115,7 @@ def test_right_rows_match_from_a_config_of_real_size(model_type: str) -> None:
     [pytest.param(w, id=w.name, marks=() if w.name in BY_DEFAULT else pytest.mark.slow) for w in WRONG],
 )
 def test_wrong_rows(wrong: Wrong) -> None:
-    """Each is seen by the check that its row names, or has a verdict for not being seen."""
+    """The check that a wrong row names detects it, or a verdict says why it can't be detected."""
     backbone, family, specs = rows(user_model(wrong.family))
     candidates = specs
     if wrong.cls:
@@ -223,7 +223,7 @@ def rewritten_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> An
 
 
 def as_in_its_file(forward: Any) -> Any:
-    """A forward as if upstream's file had been edited: its globals are that file's."""
+    """Return a forward as if upstream's file had been edited: its globals are that file's."""
     return type(forward)(forward.__code__, vars(modeling_llama), "forward")
 
 
@@ -236,7 +236,7 @@ EDITED: tuple[tuple[str, Any, str], ...] = (
     ("LlamaDecoderLayer", parallel_layer, "in float32"),
     ("LlamaDecoderLayer", rewritten_layer, ""),
 )
-"""Of classes edited by hand, forwards that compute the same, and others with the check that sees them."""
+"""Forwards of classes edited by hand: those that compute the same, and others with the check that detects them."""
 
 
 @pytest.mark.parametrize(("name", "forward", "seen_by"), EDITED)
@@ -252,7 +252,7 @@ def test_a_hand_edited_class(name: str, forward: Any, seen_by: str, monkeypatch:
     ("name", "function"), [("LlamaAttention", "attention_forward"), ("LlamaDecoderLayer", "decoder_forward")]
 )
 def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of ours with five bits, where there should be eight: the control of what is held to the rule."""
+    """Control of the rule: results with five bits, where bfloat16 has eight, are rejected."""
     ours = getattr(plan, function)
 
     def coarse(*args: Any, **kwargs: Any) -> Any:
@@ -270,7 +270,7 @@ def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, mo
 
 @pytest.fixture
 def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a release whose sources are all new."""
+    """Let no source be proved, as in a release whose sources are all new."""
     for name in FAMILIES["llama"].fast:
         monkeypatch.delitem(lock.proved(), name)
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_built_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_thresholds_of_a_real_config_are_crossed() -> None:
-    """A window of 4,096 tokens in every other layer is one of a few, and a wrong one is seen."""
+    """A window of 4,096 tokens in every other layer becomes a small one, and a wrong window is detected."""
     kinds = ["full_attention", "sliding_attention"] * 12
     window = {"use_sliding_window": True, "sliding_window": 4096, "layer_types": kinds, "num_hidden_layers": 24}
     with torch.device("meta"):
@@ -370,7 +370,7 @@ def _no_init() -> Iterator[None]:
 
 
 class _Zero:
-    """What DeepSpeed's ``zero.Init`` does to classes, and how ``deepspeed.initialize`` takes it off for a while."""
+    """The change that DeepSpeed's ``zero.Init`` makes to classes; ``deepspeed.initialize`` suspends it for a while."""
 
     def __init__(self) -> None:
         self.original = nn.Linear.__init__
@@ -389,14 +389,14 @@ class _Zero:
 
 
 def _zero3_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As DeepSpeed leaves ``torch.nn.functional.linear`` for good: the bias comes behind the rounding."""
+    """Compute DeepSpeed's permanent ``torch.nn.functional.linear``, which adds the bias after the rounding."""
     out = x.matmul(weight.t())
     return out if bias is None else out + bias
 
 
 @contextmanager
 def _zero_init() -> Iterator[None]:
-    """Inside ``zero.Init``, with transformers told of ZeRO-3."""
+    """Return a context like ``zero.Init``, with ZeRO-3 on in transformers."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
     class Config:
@@ -431,7 +431,7 @@ CALLERS: dict[str, Any] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_the_callers_state_does_not_matter(caller: str) -> None:
-    """Nor is it changed. A wrong row is seen as before, so that the check was run."""
+    """Nor is the state changed. A wrong row is still detected, so the check did run."""
     backbone, family, specs = llama(attention_bias=True, mlp_bias=True)
     wrong = {"LlamaMLP": replace(specs["LlamaMLP"], gate_up=("up_proj", "gate_proj"))}
     expected = match_by_twin(backbone, family, wrong)
@@ -444,7 +444,7 @@ def test_the_callers_state_does_not_matter(caller: str) -> None:
 
 
 def test_random_numbers_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPUs' too: nothing seeds every device."""
+    """This includes the GPUs': nothing seeds every device."""
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
     before = torch.get_rng_state()
     match_by_twin(*llama())
@@ -498,7 +498,7 @@ def test_adapters_and_checkpointing_do_not_matter() -> None:
 
 
 def test_what_its_twin_does_not_have_is_not_matched() -> None:
-    """A layer that was changed by hand, of which no config tells."""
+    """A layer was changed by hand, which no config shows."""
     backbone, family, specs = llama()
     backbone.layers[1].self_attn.is_causal = False  # type: ignore[index, union-attr]
     backbone.layers[0].mlp.up_proj = None  # type: ignore[index, union-attr]
@@ -509,7 +509,7 @@ def test_what_its_twin_does_not_have_is_not_matched() -> None:
 
 
 def test_it_takes_no_time() -> None:
-    """Under a second for a family like Llama; this allows for a slow machine."""
+    """It takes less than a second for a family like Llama; the limit allows for a slow machine."""
     match_by_twin(*llama())
     start = time.perf_counter()
     match_by_twin(*llama())

@@ -1,4 +1,4 @@
-"""``verify``: it finds what is exact exact, and what leaks leaking; and leaves the model as it was."""
+"""``verify`` reports exact models as exact and leaks as leaks, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNTELLABLE = {
     "musicgen": "ModuleList",
     "musicgen_melody": "ModuleList",
 }
-"""Families whose tokens can't be told by their ids in one embedding, and what verify says."""
+"""Families in which one embedding of ids doesn't determine the tokens, and the messages of verify."""
 
 
 @pytest.mark.sample(20)
@@ -55,7 +55,7 @@ def test_models_in_which_tokens_cannot_be_told_apart_are_refused(model_type: str
 
 
 def test_inside_inference_mode() -> None:
-    """Where nothing would be recorded for the gradients that it compares."""
+    """In this mode nothing would be recorded for the gradients that verify compares."""
     model = fastpack.patch(tiny_model("llama"))
     with torch.inference_mode():
         assert fastpack.verify(model).passed
@@ -64,7 +64,7 @@ def test_inside_inference_mode() -> None:
 
 
 def leak(monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> None:
-    """Attention that forgets every second boundary, in a share of its heads' size."""
+    """Add attention that forgets every second boundary, in a share of the heads' size."""
     run = BACKENDS["segments"].run
 
     def leaky(call: AttentionCall) -> Tensor:
@@ -90,7 +90,7 @@ def test_a_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits are right, gradients are not."""
+    """The logits are right, but the gradients are not."""
     run = BACKENDS["segments"].run
 
     def half(call: AttentionCall) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_wrong_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_that_could_not_fail_fails() -> None:
-    """A model in which no token sees another would pass whatever happens: the control says that nobody can tell."""
+    """If no token sees another, the model would always pass. The control then reports that no verdict is possible."""
     model = tiny_model("llama")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -127,7 +127,7 @@ def test_a_check_that_could_not_fail_fails() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
 def test_a_model_that_gives_no_numbers_or_zeros_is_not_found_exact(value: float) -> None:
-    """Nothing differs from anything then, whatever it does to sequences."""
+    """Its results never differ, whatever it does to sequences."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(value)
@@ -166,7 +166,7 @@ def test_half_precision_does_not_hide_a_leak(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def wrong(call: AttentionCall, how: str) -> AttentionCall:
-    """The call with one thing in it that is not right."""
+    """Return the call with one error in it."""
     if how.startswith("a scale"):
         return replace(call, scale=(1.02 if "2 %" in how else 1.05) * call.scale)
     if how == "a window off by one":
@@ -182,7 +182,7 @@ def wrong(call: AttentionCall, how: str) -> AttentionCall:
 def test_half_precision_does_not_hide_what_is_wrong_on_purpose(
     model_type: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With windows, and with experts."""
+    """The models have windows, or experts."""
     model = fastpack.patch(build_tiny(model_type, dtype=torch.bfloat16), attention="segments")
     assert fastpack.verify(model).verdict == "exact"
     run = BACKENDS["segments"].run
@@ -197,7 +197,7 @@ def test_half_precision_does_not_hide_what_is_wrong_on_purpose(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["granite", "granitemoe", "gpt_oss"])
 def test_right_models_pass_in_half_precision(model_type: str) -> None:
-    """Whose rounding is large, and whose routers choose otherwise after any: bounds that were fixed failed them."""
+    """They round much, or their routers choose differently after any rounding, so fixed bounds failed them."""
     model = fastpack.patch(build_tiny(model_type, dtype=torch.bfloat16), verify=True)
     assert fastpack.is_patched(model)
 
@@ -215,7 +215,7 @@ def test_every_fast_family_in_half_precision(model_type: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_qlora_as_people_run_it(seed: int, tmp_path: Path) -> None:
-    """A stream in float32 over 4-bit weights that compute in bfloat16: two stock runs are as far apart as we are."""
+    """The stream is float32, the 4-bit weights compute in bfloat16: two stock runs differ as much as ours does."""
     model = fastpack.patch(qlora(tmp_path, torch.bfloat16, torch.bfloat16, prepared=True))
     result = fastpack.verify(model, seed=seed)
     assert result.dtype == "bfloat16"
@@ -223,7 +223,7 @@ def test_qlora_as_people_run_it(seed: int, tmp_path: Path) -> None:
 
 
 class _MeanOverTokens(torch.autograd.Function):
-    """A product whose weight gets its gradient from the mean over all tokens of a batch, as VeLoRA's does."""
+    """A matmul whose weight's gradient comes from the mean over all tokens of a batch, as VeLoRA's does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class MeanOverTokens(nn.Module):
 
 
 def test_a_leak_into_the_gradient_of_a_weight_alone_is_found() -> None:
-    """Logits and embeddings' gradients are right; where the weight is frozen, there is nothing to be wrong."""
+    """Logits and embedding gradients are right. If the weight is frozen, nothing is wrong."""
     model: Any = tiny_model("llama")
     model.model.layers[0].self_attn.o_proj = MeanOverTokens(model.model.layers[0].self_attn.o_proj)
     fastpack.patch(model)
@@ -274,7 +274,7 @@ def test_controls_are_three_times_what_is_allowed() -> None:
 
 
 def test_several_ends_of_a_text() -> None:
-    """As Llama 3's config has them."""
+    """Llama 3's config has several end tokens."""
     model = tiny_model("llama")
     model.config.eos_token_id = [2, 90]
     assert fastpack.verify(fastpack.patch(model)).passed
@@ -321,7 +321,7 @@ def test_the_table_fits_its_terminal(terminal: str | None, width: int, monkeypat
     result = fastpack.verify(model)
     long = replace(result, checks=(Check("word " * 50, 0.0, 1e-4), *result.checks))
     assert max(map(len, str(long).splitlines())) == width
-    # what is not installed is told at length
+    # an optional package that is not installed gives a longer message
     assert max(map(len, str(fastpack.report(model)).splitlines())) == width
 
 
@@ -362,7 +362,7 @@ def test_the_command_where_nobody_can_tell(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_command_on_weights_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 is for sequences that see each other."""
+    """Exit code 1 is only for sequences that see each other."""
     tiny_model("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_text("x")
     assert main(["verify", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""``verify`` on a GPU: right models pass in half precision, by every backend and kernel; wrong ones don't."""
+"""``verify`` on a GPU: right models pass in half precision with every backend and kernel; wrong ones fail."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", FAST)
 def test_every_fast_family(model_type: str, dtype: torch.dtype) -> None:
-    """Experts too, whose routers choose otherwise after any rounding: they are held."""
-    # by the config's own 1, granite's scores of 64 dimensions are so large that rounding is all there is
+    """This includes experts: their routers choose differently after any rounding, so choices are replayed."""
+    # with the config's own 1, granite's scores of 64 dimensions are too large: all differences would be rounding
     scale: dict[str, Any] = {"attention_multiplier": 1 / 8} if model_type.startswith("granite") else {}
     result = fastpack.verify(fastpack.patch(build(model_type, dtype, **scale), strict=True))
     assert result.verdict == "exact"
@@ -63,7 +63,7 @@ def test_what_is_wrong_on_purpose_is_found(how: str, dtype: torch.dtype, monkeyp
 @pytest.mark.parametrize("graphs", [None, "auto"])
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_real_shapes(mode: str, graphs: Any) -> None:
-    """Two layers of an 8B Llama, whose gradients are sketched."""
+    """The model has two layers of an 8B Llama; its gradients are sketched."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {**SHAPES["llama8b"], "num_hidden_layers": 2, "vocab_size": 32_000}
@@ -82,7 +82,7 @@ def test_real_shapes(mode: str, graphs: Any) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("prepared", [False, True])
 def test_qlora(seed: int, prepared: bool, tmp_path: Path) -> None:
-    """Over a float32 stream, as PEFT prepares it, and over a bf16 one."""
+    """The residual stream is float32, as PEFT prepares it, or bf16."""
     from peft import prepare_model_for_kbit_training
 
     model: Any = loaded_again(

@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers, a module an op; imported when first used."""
+"""Triton kernels and their launchers, one module for each op, imported when it is first used."""

@@ -2,16 +2,18 @@
 
 Shape suffixes: T tokens of all sequences, N sequences, H query heads, K key/value heads, D head size, V value size.
 
-A program takes a few tokens of one sequence with all the query heads that share a key/value head: its rows are tokens
-times heads, so keys and values are read once for the group, and a tile on the diagonal is a few tokens wide, not 128.
-A group that is no power of two leaves the last rows of a tile unused (64 rows are 9 tokens of 7 heads).
+A program takes a few tokens of one sequence, with the group of all query heads that share a key/value head. Its rows
+are tokens times heads. So keys and values are read once for the whole group, and a tile on the diagonal is a few tokens
+wide, not 128. If the size of a group is no power of two, the last rows of a tile are unused (64 rows hold 9 tokens of 7
+heads).
 
-Only the device knows where sequences begin. Tile j of sequence i sits in slot ``offset_i // tokens + i + j``; there are
-``T // tokens + N`` slots. The index of a tile's sequence is the number of sequences whose first slot is no later, less
-one. Slots behind a sequence's last tile are empty. So a launch depends on T and N alone, and can be recorded.
+Only the device knows where sequences begin. Tile j of sequence i is in slot ``offset_i // tokens + i + j``, with
+``tokens`` the tokens of a tile; there are ``T // tokens + N`` slots. A program finds the sequence of its slot by
+counting the sequences whose first slot is not after it; the index is this count minus one. Slots after a sequence's
+last tile are empty. So a launch depends on T and N alone, and can be recorded.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao, "FlashAttention-2",
-arXiv:2307.08691 (one division at the end, log-sum-exp valid for the backward). Exponents are of base 2.
+arXiv:2307.08691 (one division at the end, log-sum-exp saved for the backward). Exponentials and logarithms have base 2.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor
 from fastpack.ops.kernels.launch import early, on_device, rows_that_count, stages_that_fit, wait_for_inputs
 
 LOG2E = math.log2(math.e)
-MAX_PART = 16  # heads of a group that a program takes at once
+MAX_PART = 16  # the most heads of a group that a program takes at once
 MAX_TILE = 256  # no tile has more rows or keys
 
 
@@ -39,11 +41,13 @@ class AttentionTile:
 
     Attributes:
         rows: tokens times query heads of a program (of a step, in the kernel that walks over queries).
-        keys: tokens of a step (of a program there).
+        keys: tokens of a step (of a program, in the kernel that walks over queries).
         warps, stages: Triton's.
-        split: whether tiles that every row sees in full have their own loop, without masks. A window has one loop.
-        registers: the most a thread may have, or None: the compiler then tends to take all.
-        sharing: programs a multiprocessor up to which several programs share a long walk.
+        split: whether a loop of its own, without masks, handles the tiles that every row sees in full. With a window
+            there is only one loop.
+        registers: the most registers that a thread may use; None leaves this to the compiler, which tends to take all.
+        sharing: the largest number of programs for each multiprocessor up to which several programs share a long walk;
+            0 to share none.
     """
 
     rows: int
@@ -63,13 +67,13 @@ class AttentionTile:
 
 
 FORWARD: dict[int, AttentionTile] = {
-    # the larger of head and value size, rounded up to a power of two
+    # by the larger of head and value size, rounded up to a power of two
     64: AttentionTile(rows=64, keys=64, warps=4, stages=2, split=True),
     128: AttentionTile(rows=64, keys=32, warps=4, stages=2, split=True, registers=128),
     256: AttentionTile(rows=64, keys=32, warps=8, stages=2),
 }
 FLOAT32: dict[int, AttentionTile] = {
-    # of every kernel: without matrix units, so what counts is that no register is spilled
+    # for every kernel: float32 doesn't use matrix units, so it matters most that no register is spilled
     64: AttentionTile(rows=32, keys=32, warps=8, stages=1),
     128: AttentionTile(rows=16, keys=32, warps=8, stages=1),
     256: AttentionTile(rows=16, keys=16, warps=8, stages=1),
@@ -83,7 +87,7 @@ FLOAT32: dict[int, AttentionTile] = {
 def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
     """Return the first token and the end of a slot's sequence, and the index of its tile of ``BLOCK`` tokens.
 
-    A tile behind the sequence's last one means that the slot is empty.
+    If the index is past the sequence's last tile, the slot is empty.
     """
     CHUNK: tl.constexpr = 256
     started = 0
@@ -100,7 +104,7 @@ def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of(first, end, part, ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """Return the token and the head within the group of each row ``[ROWS]`` of the tile at ``first``, and a mask."""
+    """Return each row's token and head within the group, ``[ROWS]``, for the tile at ``first``; and a mask."""
     row = tl.arange(0, ROWS)
     token = first + row // PART
     head = part * PART + row % PART
@@ -143,7 +147,7 @@ def store_rows(
     HEADS: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``[ROWS, BLOCK]`` into a contiguous ``[T, HEADS, SIZE]``, as :func:`load_rows` reads."""
+    """Write ``[ROWS, BLOCK]`` into a contiguous ``[T, HEADS, SIZE]``, in the places that :func:`load_rows` reads."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
@@ -159,7 +163,7 @@ def store_rows(
 def load_keys(
     pointer, first, end, stride, KEYS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load ``[KEYS, BLOCK]`` of one head from token ``first`` on; MASKED puts zeros from ``end`` on."""
+    """Load ``[KEYS, BLOCK]`` of one head from token ``first`` on; with MASKED, tokens from ``end`` on are zeros."""
     key = tl.arange(0, KEYS)
     column = tl.arange(0, BLOCK)
     pointers = pointer + tl.cast(first, tl.int64) * stride + key[:, None] * stride + column[None, :]
@@ -177,7 +181,7 @@ def load_keys(
 
 @triton.jit
 def bounded(score, inner, CAPPED: tl.constexpr):
-    """Return the tanh of a softcap, or the product of q and k itself; ``outer`` makes it a score of base 2."""
+    """Return the tanh of a softcap, or the product of q and k unchanged; times ``outer`` it is a score of base 2."""
     if CAPPED:
         score = 1.0 - 2.0 / (1.0 + tl.exp2(score * inner))
     return score
@@ -201,7 +205,7 @@ def _walk(
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from ``low`` to ``high`` to the weighted values, the largest score and the sum so far."""
+    """Update the weighted values, the largest score and the sum of weights with the keys from ``low`` to ``high``."""
     for first in tl.range(low, high, KEYS):
         k = load_keys(K, first, end, k_token, KEYS, D, BLOCK_D, MASKED)
         score = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, CAPPED)
@@ -227,7 +231,10 @@ def forward_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots times key/value heads times parts of a group, heads first. LSE is ``[T, H]``, of base 2."""
+    """Write OUT, and LSE ``[T, H]`` of base 2.
+
+    Grid: slots times key/value heads times parts of a group. Neighbouring programs take different heads of one slot.
+    """
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // (KV_HEADS * PARTS)
@@ -243,7 +250,7 @@ def forward_kernel(
     result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     OUT += kv_head * (GROUP * VALUES)
     if begin >= rows_that_count(count, end):
-        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=valid)  # no sink has a weight there
+        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=valid)  # the weight of sinks becomes 0
         store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
         return
 
@@ -252,7 +259,7 @@ def forward_kernel(
     )
     K += kv_head.to(tl.int64) * k_head
     V += kv_head.to(tl.int64) * v_head
-    # finite, lest a row that sees no key of a first tile subtract infinities
+    # finite, so that a row that sees no key of its first tile subtracts no infinities
     largest = tl.full((ROWS,), -1.0e30, dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if SINKS is not None:
@@ -313,7 +320,7 @@ class Scores:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The constants of the kernels that say which steps there are."""
+        """The kernels' constants that turn window and softcap on."""
         return {"WINDOWED": self.window is not None, "CAPPED": self.softcap is not None}
 
 
@@ -330,14 +337,14 @@ def forward(
     """Return causal attention of each token over its own sequence.
 
     Args:
-        q: ``[T, H, D]``, of one dtype with k and v; all are contiguous in the last dimension.
+        q: ``[T, H, D]``, in the same dtype as k and v. The last dimension of all three has stride 1.
         k: ``[T, K, D]``.
         v: ``[T, K, V]``.
         sinks: ``[H]`` or None.
-        cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
-        scores: how products become scores.
-        dtype: of the result; None for that of q.
-        rows: int32 ``[1]``, or None: sequences that begin at this row or later have zeros as results.
+        cu_seqlens: int32 ``[N + 1]``, from 0 to T, never decreasing.
+        scores: the steps from products to scores.
+        dtype: the dtype of the result, or None for q's dtype.
+        rows: int32 ``[1]``, or None: the results of sequences that begin at this row or later are zeros.
 
     Returns:
         ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks included.
@@ -359,14 +366,14 @@ def forward(
 def readable(x: Tensor) -> Tensor:
     """Return ``x [T, heads, size]``, or a copy if the kernels can't read it.
 
-    They can't if its last dimension has a stride, or a tile of it spans more than 2^31 elements.
+    They can't if its last dimension has a stride other than 1, or if a tile of it spans more than 2^31 elements.
     """
     furthest = max(x.stride(0), x.stride(1)) * MAX_TILE
     return x if x.stride(2) == 1 and furthest < 2**31 else x.contiguous()
 
 
 def slots(cu_seqlens: Tensor, tokens: int, block: int) -> int:
-    """Return the most tiles of ``block`` tokens that there can be, for any lengths; see :func:`locate`."""
+    """Return the largest possible number of tiles of ``block`` tokens, for any lengths; see :func:`locate`."""
     return tokens // block + cu_seqlens.numel() - 1
 
 
@@ -389,17 +396,17 @@ def _sizes(group: int, kv_heads: int, head_dim: int, values: int) -> dict[str, i
 
 
 def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # the least that matrix units take
+    return max(16, triton.next_power_of_2(size))  # the smallest size that matrix units take
 
 
 def chosen(table: dict[int, AttentionTile], q: Tensor, v: Tensor, *, streams_keys: bool) -> AttentionTile:
-    """Return the tile for these sizes, with as many stages as this device has shared memory for.
+    """Return the tile for these sizes, with as many stages as fit into this device's shared memory.
 
     Args:
         table: the kernel's tiles for half precision.
         q: the queries.
         v: the values.
-        streams_keys: whether the kernel keeps rows and walks over keys, or the reverse.
+        streams_keys: True if the kernel holds rows and walks over keys, False for the reverse.
     """
     blocks = _block(q.shape[2]), _block(v.shape[2])
     tile = (FLOAT32 if q.dtype == torch.float32 else table)[max(64, *blocks)]

@@ -1,18 +1,21 @@
-"""Packed causal attention, backward: two launches, the same bits each time for as many tokens and sequences.
+"""Packed causal attention, backward, in two launches.
+
+With the same numbers of tokens and sequences, equal inputs give equal bits.
 
 Shape suffixes as in :mod:`fastpack.ops.kernels.attention`.
 
-The first takes tiles of queries as the forward does. A program holds the gradient of its rows anyway, so it also makes
-``delta``, the row sums of that times the result, in passing: a launch of its own would read both tensors once more. The
-second takes tiles of keys of one key/value head and walks over the queries that see them, of the whole group: gradients
-of keys and values are written once, in their dtype, without a copy for each query head. Where that leaves the device
-with few programs, of which the longest sequence's has the most to do, a long walk is shared by several: each writes its
-sums, and whoever comes last adds them up, in the order of the queries. Nobody waits for another.
+The first launch takes tiles of queries, as the forward does. A program holds the gradient of its rows anyway, so it
+also computes ``delta``, the row sums of this gradient times the result. A separate launch for ``delta`` would read both
+tensors once more. The second launch takes tiles of keys of one key/value head, and walks over the queries of the whole
+group that see them. So gradients of keys and values are written once, in their dtype, without a copy for each query
+head. If there are few such programs, the one with the longest sequence takes the most time. Then several programs share
+a long walk: each writes its sums, and the program that ends last adds them up, in the order of the queries. No program
+waits for another.
 
-Products are laid out so that what was computed is the left factor of the next product, which may stay in registers:
-keys are the rows of every tile in the second kernel.
+Each product is laid out as the left factor of the next product, which may stay in registers. In the second kernel, keys
+are therefore the rows of every tile.
 
-Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with its loops taken apart.
+Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with one kernel for each of its two loops.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from fastpack.ops.kernels.attention import (
 from fastpack.ops.kernels.launch import early, on_device, processors, rows_that_count, wait_for_inputs
 
 QUERIES: dict[int, AttentionTile] = {
-    # as attention.FORWARD
+    # by the same sizes as attention.FORWARD
     64: AttentionTile(rows=64, keys=32, warps=4, stages=3, registers=96),
     128: AttentionTile(rows=64, keys=32, warps=4, stages=2, split=True, registers=168),
     256: AttentionTile(rows=64, keys=32, warps=8, stages=2),
@@ -88,7 +91,7 @@ def queries_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write DQ, and for :func:`keys_kernel` DELTA ``[T, H]`` and zeros to all of ARRIVALS. Grid as in the forward."""
+    """Write DQ and, for :func:`keys_kernel`, DELTA ``[T, H]`` and zeros in ARRIVALS. The grid is the forward's."""
     wait_for_inputs(EARLY)
     if ARRIVALS is not None:
         tl.store(ARRIVALS + tl.program_id(0), 0, mask=tl.program_id(0) < arrivals)
@@ -160,7 +163,7 @@ def _walk_rows(
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add ``steps`` tiles of queries from token ``start`` on, each in all parts of the group."""
+    """Add ``steps`` tiles of queries from token ``start`` on to ``dk`` and ``dv``, for all parts of the group."""
     for step in tl.range(0, steps * PARTS):
         first, part = start + step // PARTS * (ROWS // PART), step % PARTS
         q = load_rows(Q, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D)
@@ -182,7 +185,7 @@ def _walk_rows(
 
 @triton.jit
 def _places(tile, most, piece, column, SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the offsets of one piece's sums ``[KEYS, SIZE]``, which begin at a column of ``WIDTH``."""
+    """Return the offsets of one piece's sums ``[KEYS, SIZE]``, which begin at ``column`` of ``WIDTH`` columns."""
     start = (tile.to(tl.int64) * most + piece) * (KEYS * WIDTH) + column
     return start + tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, SIZE)[None, :]
 
@@ -206,10 +209,12 @@ def keys_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots of ``KEYS`` tokens times pieces times key/value heads, heads first.
+    """Write DK and DV.
 
-    A walk has a piece for each ``LEAST`` steps, at most ``most``; without SUMS it has one. A sequence's first tile has
-    the longest walk.
+    Grid: slots of ``KEYS`` tokens times pieces times key/value heads. Neighbouring programs take different heads.
+
+    A walk has one piece for each ``LEAST`` steps, but at most ``most`` pieces; without SUMS it has one piece. The first
+    tile of a sequence has the longest walk.
     """
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
@@ -221,7 +226,7 @@ def keys_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     begin, end, tile = locate(cu_seqlens, slot, sequences, KEYS)
     first = begin + tile * KEYS
-    last = end  # behind the last query that sees a key of this tile
+    last = end  # one past the last query that sees a key of this tile
     if WINDOWED:
         last = tl.minimum(end, first + KEYS + window - 1)
     counts = begin < rows_that_count(count, end)
@@ -233,7 +238,7 @@ def keys_kernel(
         return
     dk = tl.zeros((KEYS, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((KEYS, BLOCK_V), dtype=tl.float32)
-    # a contiguous [T, K, size] is one of rows with one head each
+    # to store_rows, a contiguous [T, K, size] has rows of one head each
     DK += kv_head * D
     DV += kv_head * VALUES
     if not counts:
@@ -277,7 +282,7 @@ def keys_kernel(
         if pieces > 1:
             tl.store(SUMS + _places(at, most, piece, 0, BLOCK_D, KEYS, WIDTH), dk)
             tl.store(SUMS + _places(at, most, piece, BLOCK_D, BLOCK_V, KEYS, WIDTH), dv)
-            tl.debug_barrier()  # all threads have written before one of them says so
+            tl.debug_barrier()  # all threads must have written before one of them counts the piece
             is_last = tl.atomic_add(ARRIVALS + at, 1, sem="acq_rel") == pieces - 1
             tl.debug_barrier()
             if is_last:
@@ -306,7 +311,7 @@ def queries(
     """Return the gradient of q and the delta that :func:`keys` needs.
 
     Args:
-        grad: ``[T, H, V]``, the gradient of the result, :func:`~fastpack.ops.kernels.attention.readable`.
+        grad: ``[T, H, V]``, the gradient of the result, as :func:`~fastpack.ops.kernels.attention.readable` returns it.
         q: as in the forward.
         k: as in the forward.
         v: as in the forward.
@@ -318,8 +323,8 @@ def queries(
         arrivals: the result of :func:`make_arrivals`; the kernel sets it to zero.
 
     Returns:
-        ``[T, H, D]`` contiguous in the dtype of q, and delta, float32 ``[T, H]``: the products of result and gradient
-        summed over each head.
+        The gradient ``[T, H, D]``, contiguous and in q's dtype, and delta, float32 ``[T, H]``: for each head, the sum
+        of result times gradient.
     """
     tile = chosen(QUERIES, q, v, streams_keys=True)
     part, parts = parts_of(q.shape[1] // k.shape[1])
@@ -375,7 +380,7 @@ def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor
         return None
     part, _ = parts_of(q.shape[1] // k.shape[1])
     if chosen(QUERIES, q, v, streams_keys=True).rows // part > tile.keys:
-        return None  # each program of the first kernel sets one to zero
+        return None  # each program of the first kernel sets one counter to zero, and there are too few programs
     return torch.empty(tiles, dtype=torch.int32, device=q.device)
 
 

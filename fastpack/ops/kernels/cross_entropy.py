@@ -1,8 +1,8 @@
 """Softmax cross-entropy over rows of logits, and its gradient written over them.
 
 A program owns a row and walks over it twice. The first walk computes the maximum and the sum of exponentials; each lane
-of the block has its own until the end of the row. The second walk writes the gradient and computes the row's
-statistics; much of the row is still in the cache then.
+of the block has its own maximum and sum until the end of the row. The second walk writes the gradient and computes the
+row's statistics; much of the row is still in the cache then.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _cross_entropy_kernel(
     AT = LOGITS + row.to(tl.int64) * stride
     label = tl.load(LABELS + row)
     column = tl.arange(0, BLOCK)
-    # Rows are as long as their stride, so that masks don't split vector loads where the vocabulary's size is odd.
+    # A row is read up to its stride, so that masks don't split vector loads if the vocabulary's size is odd.
     if label == ignore_index:
         tl.store(LOSSES + row, 0.0)
         if STATISTICS is not None:
@@ -100,7 +100,7 @@ def _cross_entropy_kernel(
             factor = tl.where(valid, factor, float("nan"))
             entropy = tl.zeros((BLOCK,), tl.float32)
             is_likeliest = valid & (target >= top)
-            as_likely = tl.zeros((BLOCK,), tl.int32)  # tokens before it
+            as_likely = tl.zeros((BLOCK,), tl.int32)  # tokens before the label
             tl.debug_barrier()  # every lane has read the label's logit before any writes over it
             for start in range(0, stride, BLOCK):
                 at = start + column
@@ -154,7 +154,7 @@ def cross_entropy_(
         return
     per_row = scale is not None and scale.ndim == 1
     block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
-    # a warp without elements of its own would read those of another warp, which may have overwritten them already
+    # a warp without elements would read another warp's elements, which that warp may have overwritten already
     warps = max(1, min(WARPS, block // 32))
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](

@@ -90,7 +90,7 @@ def _kernel(
 
     inside = unit[:, None] * EACH + each[None, :]
     if UNIT == 4:
-        mask = (unit * EACH < left)[:, None]  # the same for a whole store
+        mask = (unit * EACH < left)[:, None]  # equal for all weights of a store
     else:
         mask = inside < left
     tl.store(OUT + start + inside, value.to(ROUND).to(OUT.dtype.element_ty), mask=mask)

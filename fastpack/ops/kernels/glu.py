@@ -2,7 +2,7 @@
 
 If every tensor is contiguous, blocks are cut from ``[T * I]``. If the rows of one are further apart, such as those of a
 half of a ``[T, 2 I]`` tensor, blocks are cut from each row. Everything is computed in float32. Offsets of blocks are
-int64. Kernels are never specialised on the number of tokens: a new one compiles nothing.
+int64. Kernels are never specialised on the number of tokens, so a new number compiles nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK, WARPS = 1024, 4
 def _sigmoid(x):
     """Return 1 / (1 + exp(-x)) in half as many instructions as ``tl.sigmoid``.
 
-    Its exponential and division are also exact for numbers below 1e-38, which the activations don't need.
+    The exponential and division of ``tl.sigmoid`` are exact even below 1e-38, which the activations don't need.
     """
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
     return root * root
@@ -166,7 +166,7 @@ def backward(
     width = gate.shape[-1]
     for tensor in (*out, grad) if recompute else out:
         if in_rows(tensor, width)[0].data_ptr() != tensor.data_ptr():
-            raise ValueError(f"A result can't be written to strides {tensor.stride()}: rows must lie evenly.")
+            raise ValueError(f"A result can't be written to strides {tensor.stride()}: rows must be evenly spaced.")
     rows, strides = zip(*(in_rows(tensor, width) for tensor in (grad, gate, up, *out)), strict=True)
     flat = all(stride == width for stride in strides)
     tokens = gate.numel() // width

@@ -27,7 +27,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Wait until the previous kernel in the stream has ended and its results can be read: every kernel begins so."""
+    """Wait until the previous kernel in the stream has ended and its results can be read. Kernels call this first."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
@@ -55,13 +55,13 @@ def early(x: Tensor) -> dict[str, bool]:
 
 @functools.cache
 def _can_launch_early(device: torch.device) -> bool:
-    compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter has no such launches
+    compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter has no early launches
     return compiled and capability(device) >= (9, 0)
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU, or (0, 0) for other GPUs, which count otherwise."""
+    """Return the compute capability of an NVIDIA GPU, or (0, 0) for other GPUs, which number theirs differently."""
     return torch.cuda.get_device_capability(device) if torch.version.cuda is not None else (0, 0)
 
 
@@ -73,7 +73,7 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use; plenty on a CPU."""
+    """Return the bytes of shared memory that a program may use; 1 MiB on a CPU."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return 2**20 if properties is None else int(properties.shared_memory_per_block_optin)
 
@@ -89,14 +89,14 @@ def filled(values: Sequence[Any], places: int = MAX_GROUP) -> list[Any]:
 
 
 def threes(entries: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:
-    """Yield the slice of entries and the arguments of each launch; missing entries repeat the last one."""
+    """Yield each launch's slice of up to three entries and its flat arguments; the last entry fills missing places."""
     for first in range(0, len(entries), MAX_GROUP):
         group = slice(first, first + MAX_GROUP)
         yield group, [argument for entry in filled(entries[group]) for argument in entry]
 
 
 def in_rows(x: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return ``x`` as rows ``[*, width]`` and their stride: a view if they lie evenly, else a contiguous copy."""
+    """Return ``x`` as rows ``[*, width]`` and their stride: a view if evenly spaced, else a contiguous copy."""
     if x.is_contiguous():
         return x, width
     rows = x.reshape(-1, width)

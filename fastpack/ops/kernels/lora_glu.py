@@ -71,7 +71,10 @@ def _backward_kernel(
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of columns; programs that alternate over tiles of tokens, so that real tokens are shared evenly."""
+    """Write both gradients.
+
+    Grid: blocks of columns; programs. These take tiles of tokens in turn, so that they share the real tokens evenly.
+    """
     wait_for_inputs(EARLY)
     real = rows_that_count(count, tokens)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -156,7 +159,7 @@ def backward(
         of_gate: the factors of gate's update.
         of_up: the factors of up's update.
         of_grad: the factors of the gradient's update.
-        out: where the gradients of gate and up go.
+        out: memory for the gradients of gate and up.
         recompute: whether to write the forward's result over ``grad``.
         rows: as in :func:`forward`; in rows that don't count the gradient is taken to be zero, too.
     """
@@ -188,7 +191,7 @@ def stages(tiles: int, *factors: Factors) -> int:
 
 
 def _grid(tokens: int, width: int) -> tuple[int, int]:
-    # neighbouring programs take neighbouring columns of the same tokens: the second axis may not pass 65,535
+    # columns come first: neighbouring programs share tokens, and the second axis is limited to 65,535
     return (triton.cdiv(width, BLOCK_I), triton.cdiv(tokens, BLOCK_T * TILES))
 
 

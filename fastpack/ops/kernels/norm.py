@@ -1,12 +1,12 @@
 """Normalisation kernels: a row, or several narrow ones, held in the registers of one program.
 
-The forward reads each tensor once and writes each result once; so does the backward. If the weight is trained, a
-fixed number of programs walk over all rows. Each has its own sum for the weight, and the sums are added afterwards in
-a fixed order: the same bits in every run. Loads come before the first store, over which the compiler may
-not move them.
+The forward reads each tensor once and writes each result once; so does the backward. If the weight is trained, a fixed
+number of programs walk over all rows. Each has its own sum for the weight, and the sums are added afterwards in a fixed
+order: the same bits in every run. All loads come before the first store, since the compiler may not move a load across
+a store.
 
-Everything is computed in float32. Offsets are int64. Kernels are never specialised on the number of tokens: a new one
-compiles nothing. Arguments that are None are constants to Triton: their code is left out.
+Everything is computed in float32. Offsets are int64. Kernels are never specialised on the number of tokens, so a new
+number compiles nothing. Arguments that are None are constants to Triton: their code is left out.
 
 Suffixes: T tokens, N heads with a weight of their own (1 except for Cohere's q and k norms), H width.
 """
@@ -55,7 +55,7 @@ def _load_weight(WEIGHT, column, HEADS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _scale(weight, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """Return the definitions' w; it is rounded like the weight if it is multiplied in the weight's dtype."""
+    """Return the factor w of the definitions, rounded like the weight if it is multiplied in the weight's dtype."""
     scale = weight.to(tl.float32)
     if UNIT_OFFSET:
         scale += 1.0
@@ -77,7 +77,7 @@ def _forward_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     HAS_RSTD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows: centred if there is a MEAN, with the RSTD of the caller if HAS_RSTD."""
+    """Normalise rows: centred if there is a MEAN, with the caller's RSTD if HAS_RSTD."""
     wait_for_inputs(EARLY)
     counted = rows_that_count(COUNT, tokens)
     row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, counted, ROWS)
@@ -108,7 +108,7 @@ def _load_rows(
     GRAD, X, GRAD_SUM, MEAN, RSTD, grad_stride, x_stride, grad_sum_stride, row, counts,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load the inputs of these rows' gradient; without a GRAD_SUM or MEAN another tensor stands in."""
+    """Load the inputs of these rows' gradient; another tensor is passed in place of a missing GRAD_SUM or MEAN."""
     column = tl.arange(0, BLOCK)
     mask = counts[:, None] & (column < WIDTH)[None, :]
     x = _load(X, x_stride, row, column, mask)
@@ -179,7 +179,7 @@ def _backward_weight_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same over many groups of rows, and DWEIGHT ``[programs, H]``.
+    """Compute the same as :func:`_backward_kernel` over many groups of rows, and DWEIGHT ``[programs, H]``.
 
     The next group is loaded while the current one is computed.
     """
@@ -219,8 +219,8 @@ def forward(
         weight: ``[H]`` or ``[N, H]``.
         eps: added to the variance.
         kind: the kind of norm.
-        rstd: float32, used instead of computing it; or None.
-        count: int32 ``[1]``: how many of the first tokens count; results are zeros for the others. None for all.
+        rstd: float32; if it isn't None, it is used and not computed.
+        count: int32 ``[1]``, how many of the first tokens count, or None for all. The others' results are zeros.
     """
     device, width = x.device, x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if kind.round_before else x.dtype
@@ -310,9 +310,9 @@ def tile_of(width: int) -> tuple[int, int, int]:
 
 @functools.cache
 def backward_weight_tile(width: int, few: bool) -> tuple[int, int, int, int]:
-    """Return the same for a trained weight, and the number of programs a multiprocessor.
+    """Return :func:`tile_of` for a trained weight, and the number of programs for each multiprocessor.
 
-    Programs walk over the rows. As few as keep the device busy are best, since each adds a row to the last sum.
+    Programs walk over the rows. The fewest that keep the device busy are best: each adds a row to the last sum.
     Measured on an H200 for ``few`` rows and for many.
     """
     rows, block, warps = tile_of(width)

@@ -164,7 +164,7 @@ def _norm_rotate_backward_kernel(
     COMPUTE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid: ``q_programs``, then those of k; each walks over ``blocks`` blocks of tokens and heads."""
+    """Grid: ``q_programs`` programs of q, then those of k; each walks over ``blocks`` blocks of tokens and heads."""
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
     row = partial

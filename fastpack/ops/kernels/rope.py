@@ -4,8 +4,9 @@ Rotating is nothing but memory traffic: each head is read and written once. The 
 others k. A program takes some heads of one token, which share its angles, or all heads of a few tokens. It keeps
 accesses of 16 bytes in flight. Everything is computed in float32 (float64 for float64) and rounded once.
 
-The dimensions of a tile are tokens, heads, pairs. The elements of a head behind its rotated ones are called unrotated:
-they pass through. Offsets are int64. Kernels are never specialised on the number of tokens: a new one compiles nothing.
+The dimensions of a tile are tokens, heads, pairs. The elements of a head after its rotated ones are called unrotated:
+they are copied. Offsets are int64. Kernels are never specialised on the number of tokens, so a new number compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 
 class RopeTile(NamedTuple):
-    """How many elements a program and a warp take.
+    """The number of elements that a program and a warp take.
 
     Attributes:
-        elements: of a program.
-        most: the limit for a program that holds many heads.
-        of_a_warp: of a warp.
+        elements: the elements of a program.
+        most: the most elements of a program that holds many heads.
+        of_a_warp: the elements of a warp.
     """
 
     elements: int
@@ -37,7 +38,7 @@ class RopeTile(NamedTuple):
 
 
 ROTATE_TILE = RopeTile(1024, 1024, 512)
-"""Many small programs run at once: 3 % faster than 4,096 elements at 4,096 tokens, as fast at 16,384."""
+"""With 4,096 tokens, these small programs are 3 % faster than programs of 4,096 elements; with 16,384, as fast."""
 NORM_TILE = RopeTile(4096, 8192, 1024)
 
 
@@ -287,7 +288,7 @@ class LaunchShape(NamedTuple):
     """The constants of a kernel, and how q and k are split over programs.
 
     Attributes:
-        constants: what the kernel is specialised on.
+        constants: the constants that the kernel is specialised on.
         q_tokens, k_tokens: tokens of a block.
         q_shares, k_shares: programs that share the heads of a block.
     """
@@ -331,7 +332,8 @@ def launch_shape(q_heads: int, k_heads: int, head_dim: int, rotary: int, tile: R
 def _blocks(heads: int, width: int, tile: RopeTile) -> tuple[int, int]:
     """Return the tokens and the heads of a program, for heads of ``width`` elements.
 
-    A program takes as many heads as fit while at most a fifth of them do not exist. Tokens fill the room that is left.
+    A program takes as many heads as fit, if at most a fifth of all places for heads stay empty. Tokens fill the room
+    that is left.
     """
     block = triton.next_power_of_2(max(1, heads))
     while block > 1 and (block * width > tile.most or -(-heads // block) * block > 1.25 * heads):

@@ -3,17 +3,17 @@
 The definition is in :mod:`fastpack.ops.linear.row_limited_mm`.
 
 One program for each processor walks over tiles of the output, which have two heights. The terms of a tile are summed in
-registers, and its base is read at the end. A tile behind the last row that counts has no terms. Only the device knows
-how many tiles there are. It looks up in a table of :mod:`fastpack.ops.tile_schedule` how many are tall and which
-programs share the last ones.
+registers, and its base is read at the end. A tile after the last row that counts has no terms. Only the device knows
+how many tiles there are. A program looks up in a table of :mod:`fastpack.ops.tile_schedule` how many of them are tall
+and which programs share the last ones.
 
-In the last round many programs would have no tile, so its tiles are shared by teams. A team has one program more than
-tiles, or several programs for one tile; each program takes equally many steps (Osama et al., "Stream-K",
-arXiv:2301.03598, section 4, where all programs are one team; a team reads the same operands at the same time). Tensor
-descriptors (Hopper's TMA) load tiles into shared memory, and put zeros where a tile extends beyond the tensor. The
-tiles of several outputs lie side by side, and are shared like those of one.
+In the last round many programs would have no tile, so teams of programs share its tiles. A team has one program more
+than it has tiles, or several programs for one tile. All its programs take the same number of steps (Osama et al.,
+"Stream-K", arXiv:2301.03598, section 4, where all programs are one team). The programs of a team read the same operands
+at the same time. Tensor descriptors (Hopper's TMA) load tiles into shared memory, and put zeros where a tile extends
+beyond the tensor. The tiles of several outputs lie side by side, and are shared like the tiles of one output.
 
-Shape suffixes: T rows, K summed over, N columns.
+Shape suffixes: T rows, K inner dimension, N columns.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BLOCK_N, BLOCK_K = 256, 64
 GROUP = 32
 """Vertically adjacent tiles computed at the same time: they read the same tiles of the second factors."""
 STAGES, WARPS = 3, 8
-"""All measured on an H200, with the shapes of an 8B model and 2,944 tokens."""
+"""All of these constants were measured on an H200, with the shapes of an 8B model and 2,944 tokens."""
 
 
 @triton.jit
 def _add_term(sums, more, x, lower_x, m, begin, end, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
               BELOW: tl.constexpr):  # fmt: skip
-    """Add a term's product; unless BELOW is 0, also the product of ``lower_x``'s rows that begin so far below."""
+    """Add a term's product to ``sums``; unless BELOW is 0, add that of ``lower_x``'s rows from BELOW on to ``more``."""
     for at in range(begin, end, BLOCK):
         left = x.load([row, at])
         if TRANSPOSED:
@@ -66,7 +66,7 @@ def _add_terms(
     sums, more, begin, end, row, column, xs, lower_xs, ms, lengths, FIRST: tl.constexpr, NUMBER: tl.constexpr,
     BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Add steps ``begin`` to ``end`` of a tile, or all steps if it is WHOLE. Its terms are those from FIRST on."""
+    """Add steps ``begin`` to ``end`` of a tile, or all steps if it is WHOLE. Its terms begin with number FIRST."""
     before = 0
     for i in tl.static_range(NUMBER):
         length = lengths[i]
@@ -85,7 +85,7 @@ def _add_terms(
 
 @triton.jit
 def _halves(sums, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the left and right halves: the whole would take a stage's shared memory, or too many registers."""
+    """Return the left and right halves: a whole tile would take a stage's shared memory, or too many registers."""
     return tl.split(tl.permute(tl.reshape(sums, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
 
 
@@ -113,7 +113,7 @@ def _store_rest(
     base, out, bias, program, tokens, first, columns, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
     PROGRAMS: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows of an output from ``first`` on, which have no sums."""
+    """Store base and bias in the rows of an output from ``first`` on, which have no sums."""
     nothing = tl.zeros((BLOCK_T, WIDTH), dtype=tl.float32)
     across = tl.cdiv(columns, WIDTH)
     for tile in range(program, tl.cdiv(tl.maximum(tokens - first, 0), BLOCK_T) * across, PROGRAMS):
@@ -123,7 +123,7 @@ def _store_rest(
 
 @triton.jit
 def _place(tile, down, across, GROUP: tl.constexpr):
-    """Return the row and the column of the tile of this number, in a grid of ``down`` times ``across`` tiles."""
+    """Return the row and the column of tile number ``tile`` in a grid of ``down`` times ``across`` tiles."""
     first = tile // (GROUP * across) * GROUP
     together = tl.minimum(down - first, GROUP)
     return first + tile % (GROUP * across) % together, tile % (GROUP * across) // together
@@ -220,8 +220,8 @@ def _matmul_kernel(
 ):  # fmt: skip
     """Compute one output of up to four terms, or up to three outputs of one or two terms.
 
-    The terms of one output are x0 and m0 to x3 and m3. Several outputs have terms of lengths 0 and 1: the first x0 and
-    m0, x1 and m1, the second x2 and m2, x3 and m3, the third x4 and m4, x5 and m5.
+    The terms of one output are x0 and m0 to x3 and m3. Each of several outputs has terms of ``length0`` and
+    ``length1``: the first has x0 and m0, x1 and m1; the second x2 and m2, x3 and m3; the third x4 and m4, x5 and m5.
     """
     wait_for_inputs(EARLY)
     biases, outs, columns = (bias0, bias1, bias2), (out0, out1, out2), (columns0, columns1, columns2)
@@ -244,7 +244,7 @@ def _matmul_kernel(
     left = (tall + down * across) % PROGRAMS
     whole = tall + down * across - left
 
-    # flattened, the next tile is on its way while this one is stored; a compiler does so with a single loop inside
+    # a flattened loop loads the next tile while it stores this one; the compiler can flatten only around a single loop
     FLATTEN: tl.constexpr = NUMBER == 1 and OUTPUTS == 1
     start = PROGRAMS - 1 - program  # programs with one more tall tile are the last to share the rest
     for tile in range(start, tall, PROGRAMS):
@@ -296,12 +296,12 @@ def sum_matmuls(sums: Sequence[MatmulSum], count: RowCount, base: Tensor | None,
     Args:
         sums: one of up to :data:`TERMS` terms, or several for which :func:`go_together` holds; rows of each x, and rows
             or columns of each m, have stride 1.
-        count: the number of rows. Tiles behind them hold the base and the bias alone.
+        count: the number of rows. Tiles after these rows hold only the base and the bias.
         base: ``[T, N]``, added to a single sum; may be the output itself.
         outs: ``[T, N]`` for each sum.
     """
     assert len(sums) == 1 or base is None
-    assert len(outs[0]) <= count.tokens, "the tile schedule ends there"
+    assert len(outs[0]) <= count.tokens, "there are more rows than the tile schedule covers"
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
     pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MAX_GROUP)
@@ -339,7 +339,8 @@ def sum_matmuls(sums: Sequence[MatmulSum], count: RowCount, base: Tensor | None,
 def go_together(sums: Sequence[MatmulSum]) -> bool:
     """Return whether one launch can compute several sums.
 
-    They need one or two terms with the shapes and strides of the first sum's, and all or none have a bias.
+    Each sum needs one or two terms, with the same shapes and strides as the first sum's. Either all sums have a bias,
+    or none.
     """
     shapes = {tuple((x.shape, _is_transposed(m)) for x, m in one.terms) for one in sums}
     few = len(sums) <= MAX_GROUP and len(sums[0].terms) <= 2

@@ -27,7 +27,7 @@ STAGES_OF_FEW_PROGRAMS, STAGES_OF_MANY_PROGRAMS = 3, 1
 MOST_BYTES = 2**19
 """Bytes of the largest column block if there are fewer blocks than multiprocessors.
 
-Beyond it torch is faster, which splits sums between programs."""
+For larger blocks torch is faster, since it splits sums between programs."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _kernel(
     x2, row2, rows2, width2, out2,
     COUNT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: the column blocks of the first matrix, then of the second and the third."""
+    """Sum up to three matrices. Grid: the column blocks of the first matrix, then of the second and the third."""
     wait_for_inputs(EARLY)
     block = tl.program_id(0)
     blocks0, blocks1 = tl.cdiv(width0, BLOCK_M), tl.cdiv(width1, BLOCK_M)
@@ -63,11 +63,11 @@ def _kernel(
 
 
 def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Return the sum over the rows of each matrix; torch computes it if it is faster or the kernel can't.
+    """Return the sum over the rows of each matrix; torch computes them if it is faster or the kernel can't.
 
     Args:
         xs: ``[T, M]`` each, of any sizes.
-        dtypes: of the results.
+        dtypes: the dtype of each result.
 
     Returns:
         ``[M]`` each.

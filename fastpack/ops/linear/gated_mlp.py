@@ -73,7 +73,7 @@ def gated_mlp(
         residual: add x to the result.
         need_output: False if checkpointing recomputes the MLP only for its backward: the matmul with ``down`` is left
             out, and the result is uninitialised.
-        store: a store in which gate and up may wait for the recomputation.
+        store: a store that may keep gate and up until the recomputation, or None.
         row_count: how many of the T tokens are real; see :func:`fastpack.ops.linear.projections.project`.
         implementation: as for :func:`fastpack.ops.linear.projections.project`.
 
@@ -212,7 +212,7 @@ def _gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _gate_and_up_updates(updates: dict[int, tuple[Tensor, Tensor]], count: int) -> tuple[Factors, Factors]:
-    """Return the factors of gate's and of up's update, from those of two projections or of one to both."""
+    """Return the factors of gate's and of up's update, from the factors of two projections or of one to both."""
     if count == 2:
         return updates.get(0), updates.get(1)
     if not updates:

@@ -93,7 +93,7 @@ def expand_updates(
     Args:
         updates: the factors of each update, as :func:`expand_forward` returns them.
         bases: ``[T, O_i]`` or None for every projection.
-        settings: those of the group.
+        settings: the group's settings.
 
     Returns:
         ``[T, O_i]`` for each projection that has an update, by projection.
@@ -237,7 +237,7 @@ def _sum_over_tokens(a: Tensor, b: Tensor, settings: ProjectionSettings) -> Tens
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` in float32, since the optimizer would see the rounding of a sum over tokens."""
+    """Return ``a @ b`` in float32, so that the optimizer gets a sum over tokens without further rounding."""
     if a.dtype == torch.float64:
         return torch.mm(a, b)
     if a.is_cuda and a.dtype != torch.float32:

@@ -149,7 +149,7 @@ def product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:
-    """Return weight, bias, A and B of each projection as one flat list, in which a Function takes them."""
+    """Return weight, bias, A and B of each projection as one flat list, the form in which a Function takes them."""
     flat: list[Tensor | None] = []
     for p in projections:
         flat += [p.weight, p.bias, None if p.lora is None else p.lora.a, None if p.lora is None else p.lora.b]

@@ -161,7 +161,7 @@ def normalise_backward(
     Args:
         dn: the gradient of norm(x), or None; it may be overwritten.
         norm: the norm, or None.
-        settings: those of the group.
+        settings: the group's settings.
         saved: the tensors that :func:`normalise` saved.
         x_grad: the gradient that reaches x on paths around the norm, or None.
         need_weight: False if the norm's weight is frozen.
@@ -208,7 +208,7 @@ def group_forward(
 
     Args:
         n: ``[T, H]``, the group's input in its dtype.
-        settings: those of the group.
+        settings: the group's settings.
         flat: the group's tensors, as :func:`tensors_of` returns them.
         saved: the tensors for the backward, by name.
         residual: ``[T, O]``, added to the output of a single projection; not overwritten.
@@ -221,7 +221,7 @@ def group_forward(
     """
     if updates is None:
         updates = expand_forward(n, settings, flat, saved, prefix=prefix)
-    # selective checkpointing holds on to the results of operations: don't add in place then
+    # selective checkpointing keeps the results of operations, so nothing may then be added to them in place
     in_place = not torch._C._len_torch_dispatch_stack()
     count = settings.row_count
     row_limited: set[int] = set()
@@ -230,7 +230,8 @@ def group_forward(
             assert weight is not None
             if _is_row_limited(settings, n, [(i, weight)], 0, (residual, *_row_major_factors(updates, i))):
                 row_limited.add(i)
-        # one launch for all, unless each is wide enough: alone they fill their rounds, and one-term tiles overlap
+        # One launch computes all outputs, unless each is wide enough to fill its own launch, where one-term tiles
+        # overlap.
         if residual is None and len(row_limited) < len(settings.loras):
             joint = _outputs_in_one_launch(n, settings, flat, saved, updates, count, prefix)
             if joint:
@@ -297,7 +298,7 @@ def _sum_of(n: Tensor, weight: Tensor, bias: Tensor | None, update: tuple[Tensor
 
 
 def _row_major_factors(updates: dict[int, tuple[Tensor, Tensor]], i: int) -> list[Tensor]:
-    """Return both factors of an update, as they have stride 1 in their rows, or none without an update."""
+    """Return both factors of an update, in the layout whose rows have stride 1, or none without an update."""
     if i not in updates:
         return []
     low, transposed_b = updates[i]
@@ -314,7 +315,7 @@ def _is_row_limited(
     """Return whether the kernel that skips bucket padding runs for the matmuls of ``x`` with these weights.
 
     Args:
-        settings: those of the group.
+        settings: the group's settings.
         x: ``[T, ...]``, the first factor.
         weights: the index and the weight ``[O, H]`` of each projection.
         side: the dimension of the weights that becomes the result's columns: 0 for an output of each weight, 1 for one
@@ -351,7 +352,7 @@ def backward_to_input(
 
     Args:
         grads: ``[T, O_i]`` in the group's dtype, or None, for each output.
-        settings: those of the group.
+        settings: the group's settings.
         saved: the tensors that the forward saved.
         need_input: False if the input needs no gradient.
         updates: False if the caller adds the LoRA updates' share of the input's gradient.
@@ -409,7 +410,7 @@ def backward_to_weights(
         grads: ``[T, O_i]`` in the group's dtype, or None, for each output.
         low: the second result of :func:`backward_to_input`.
         n: the group's input ``[T, H]``; it may be None if :func:`needs_input_again` returns False.
-        settings: those of the group.
+        settings: the group's settings.
         saved: the tensors that the forward saved.
         needs: for each of the group's tensors, whether it needs a gradient.
         prefix: what the forward put before the names in ``saved``.
@@ -440,7 +441,7 @@ def _sums_over_tokens(grads: Sequence[Tensor], settings: ProjectionSettings) -> 
 
 
 def needs_input_again(needs: Sequence[bool]) -> bool:
-    """Return whether a weight or an A is trained, whose gradient needs the group's input."""
+    """Return whether the backward needs the group's input: whether a weight or an A is trained."""
     return any(needs[0::4]) or any(needs[2::4])
 
 

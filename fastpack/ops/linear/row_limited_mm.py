@@ -25,10 +25,12 @@ from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_trito
 from fastpack.ops.row_count import MatmulSum, RowCount
 
 NARROWEST = 3584
-"""The smallest K, and number of columns of all outputs of a launch, at which the chip reaches its power limit and the
-kernel is as fast as a library's matmul. Below it the library is up to twice as fast, since it has more tile shapes."""
+"""The smallest K, and the smallest number of columns of all outputs of a launch, for which the kernel runs. From here
+on the chip reaches its power limit, and the kernel is as fast as a library's matmul. Below it the library is up to
+twice as fast, since it has more tile shapes."""
 FEWEST_TILES = 2
-"""The fewest tiles for each processor, of an output as wide as the smaller of the two, for the kernel to be as fast."""
+"""The fewest tiles for each processor for which the kernel runs. The output is taken to be as wide as
+the smaller of K and the number of columns."""
 
 
 def serves(
@@ -45,7 +47,7 @@ def serves(
 
     Args:
         implementation: as for :func:`fastpack.ops.linear.projections.project`.
-        count: the number of real rows; None if all rows are real, which returns False.
+        count: the number of real rows, or None if all rows are real; the result is then False.
         x: ``[T, K]``, the first factor.
         columns: the number of columns of each sum.
         operands: all other factors and addends, with the strides that they have in memory.
@@ -103,7 +105,7 @@ def sums_of_matmuls(sums: Sequence[MatmulSum], count: RowCount) -> list[Tensor]:
 
 
 def go_together(sums: Sequence[MatmulSum]) -> bool:
-    """Return whether one launch can compute all ``sums``, each of which :func:`serves` accepts."""
+    """Return whether one launch can compute all ``sums``; :func:`serves` must accept each of them."""
     from fastpack.ops.kernels import row_limited_mm as kernels
 
     return kernels.go_together(sums)

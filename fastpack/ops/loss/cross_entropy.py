@@ -65,7 +65,7 @@ def cross_entropy_(
             statistics=statistics,
         )
         return
-    # every step is in place: a chunk of float32 logits is as large as everything else together
+    # every step is in place: a chunk of float32 logits is as large as all other tensors together
     ignored = labels == ignore_index
     label = labels.masked_fill(ignored, 0).long()[:, None]
     x = logits if logits.dtype == losses.dtype else logits.to(losses.dtype)

@@ -11,9 +11,9 @@ and multiplies it into the gradients of the head's inputs; the backward only sca
 Kernel", arXiv:2410.10989). With ``reduction="none"`` every token's loss has its own factor in the backward, which
 therefore computes the logits again.
 
-The gradients are rounded once, as the definition's are: the factor ``1 / count`` of a mean is part of the gradient of
-the logits. In float16 it would be too small there. It is therefore split into m 2^e: m goes into the gradient of the
-logits, and 2^e, which causes no rounding, into the backward's factor.
+The gradients are rounded once, as in the definition: the factor ``1 / count`` of a mean is part of the gradient of the
+logits. In float16 this factor would be too small, so it is split into m 2^e: m goes into the gradient of the logits,
+and 2^e, which causes no rounding, into the backward's factor.
 
 Shape suffixes: T tokens, K tokens whose label is not ignored, C tokens in a chunk, H hidden size, V vocabulary, R rank
 of LoRA.
@@ -169,7 +169,7 @@ def _chunk_rows(tokens: int, most: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Settings:
-    """The arguments of the Function that are not tensors (but for ``statistics``, which needs no gradient)."""
+    """The arguments of the Function that are not tensors, and ``statistics``, which needs no gradient."""
 
     make_weight: Callable[[], Tensor] | None
     lora_scale: float
@@ -211,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if order is None:
                 return losses
             return losses.new_zeros(len(labels)).index_copy_(0, order, losses)
-        # without labels the divisor is 0: the gradient must be zero and the loss NaN, as the definition's are
+        # without labels the divisor is 0: the gradient must be zero and the loss NaN, as in the definition
         scale = factor.masked_fill(factor.isinf(), 1.0) if factor is not None and any(needs) else None
         losses, grads, power = _by_chunks(settings, autocast, inputs, labels, order, scale, needs)
         ctx.save_for_backward(*grads, power)
@@ -238,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x * scale``, computed in float32 and rounded once, in x's memory if x can't be read again."""
+    """Return ``x * scale``, computed in float32 and rounded once, in x's memory if nothing reads x again."""
     factor = scale.reshape((1,) * x.ndim)  # a 0-d factor would be rounded to x's dtype first
     if torch.compiler.is_compiling():
         return (x * factor).to(dtype)
@@ -267,8 +267,8 @@ def _by_chunks(
 
     Returns:
         The losses ``[K]``; the gradients; and None or a 0-d factor by which the gradients still have to be multiplied.
-        The gradient of hidden is in hidden's dtype. That of a weight is in the matmuls' dtype if there is one chunk,
-        and otherwise in float32, as are the others.
+        The gradient of hidden is in hidden's dtype. The gradient of a weight is in the matmuls' dtype if there is one
+        chunk, else in float32. All others are in float32.
     """
     hidden, weight, bias, a, b = inputs
     assert hidden is not None

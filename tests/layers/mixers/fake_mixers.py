@@ -31,7 +31,7 @@ ssd_torch = inspect.unwrap(modeling_bamba.mamba2_chunk_scan)
 
 @dataclass
 class Calls:
-    """What each stand-in was called with: its name, T, and the offsets of the segments."""
+    """The calls of each stand-in: its name, T, and the offsets of the segments."""
 
     leaky: bool = False
     made: list[tuple[str, int, list[int]]] = field(default_factory=list)
@@ -206,7 +206,7 @@ def mamba(calls: Calls) -> dict[str, Callable[..., Any]]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, functions: dict[str, Callable[..., Any]]) -> None:
-    """Importable modules with these functions, for the length of the test."""
+    """Install importable modules with these functions for the length of the test."""
     for path, function in functions.items():
         packages = [path.rsplit(".", n)[0] for n in range(path.count("."), 0, -1)]
         for name in (*packages, path):

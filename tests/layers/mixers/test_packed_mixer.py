@@ -1,4 +1,4 @@
-"""Mixers on packed tokens: transformers' forward over kernels that know boundaries, here over stand-ins of them."""
+"""Mixers on packed tokens: transformers' forward over kernels that know boundaries, here over stand-ins."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """``kernels("fla")``: stand-ins of these packages, which serve float32 on a CPU."""
+    """Return a function: ``kernels("fla")`` installs stand-ins for these packages, which serve float32 on a CPU."""
 
     def installed(*packages: str, leaky: bool = False) -> Calls:
         calls = Calls(leaky)
@@ -205,7 +205,7 @@ def rejects_float32(device: torch.device, dtype: torch.dtype) -> str | None:
 def test_what_computes_is_asked_at_each_batch(
     model_type: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float32 on rows, the same model under autocast on packed tokens, as exact as stock is there."""
+    """A float32 model runs on rows; under autocast it runs on packed tokens, as exact as the stock model there."""
     calls = kernels("fla")
     monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
     model = build_tiny(model_type).train()
@@ -222,7 +222,7 @@ def test_what_computes_is_asked_at_each_batch(
 
 
 def test_a_float32_buffer_does_not_widen_what_kernels_get(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Falcon-H1 whose weights alone were narrowed: its multipliers are a buffer."""
+    """This happens in Falcon-H1 if only weights are cast down: its multipliers are a buffer."""
     calls = kernels("fla")
     monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
     model = build_tiny("falcon_h1").train()
@@ -238,7 +238,7 @@ def test_a_float32_buffer_does_not_widen_what_kernels_get(kernels: Kernels, monk
 
 @pytest.mark.parametrize("package", ["fla", "mamba"])
 def test_gradient_of_a_skip_before_a_norm(package: str, kernels: Kernels) -> None:
-    """Where D x is most of a head's output, a norm that follows leaves nothing of D's gradient but differences."""
+    """If D x is most of a head's output, a norm after it leaves only differences of D's gradient."""
     kernels(package)
     heads, value, total = 2, 64, sum(LENGTHS)
     generator = torch.Generator().manual_seed(0)
@@ -280,7 +280,7 @@ def test_generate_is_stock(model_type: str, kernels: Kernels) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_compiled(training: bool, compile_anew: None) -> None:
-    """A break in the graph at each mixer, and no other."""
+    """Each mixer breaks the graph; nothing else does."""
     model = fastpack.patch(build_tiny("lfm2").train(training))
     ids = plain_tokens(1, 20, seed=0)
     packed = PackedSeqLens.from_lengths([5, 1, 14])
@@ -326,7 +326,7 @@ def test_nothing_of_transformers_changes(kernels: Kernels) -> None:
 
 
 def test_an_unchecked_forward_runs_on_rows(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another release, or someone else's in its place."""
+    """The forward is from another release, or replaced by other code."""
     model = build_tiny("qwen3_next").train()
     alone = run_alone(model)
     calls = kernels("fla")
@@ -354,7 +354,7 @@ def test_an_unchecked_forward_runs_on_rows(kernels: Kernels, monkeypatch: pytest
 
 
 def test_an_offloaded_convolution_runs_on_rows(kernels: Kernels) -> None:
-    """Its weight is brought here by transformers' decorator around the forward, which the packed one leaves out."""
+    """transformers' decorator around the forward loads its weight; the packed forward has no such decorator."""
     kernels("fla")
     model = build_tiny("qwen3_next").train()
     mixer: Any = mixers_of(model, "qwen3_next")[0]

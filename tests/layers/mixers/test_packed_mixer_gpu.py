@@ -35,11 +35,11 @@ BOUND = 2.0
 """Times plain bf16's own error: these kernels hand a sequence's state from chunk to chunk in bf16, torch's functions
 in float32."""
 FLOOR = 4e-3
-"""bf16's rounding of one value: below it no ratio is taken."""
+"""The rounding of one value in bf16. Smaller errors are not compared as ratios."""
 
 
 def torch_function(family: str, name: str) -> Callable[..., Any]:
-    """transformers' own torch version, whatever kernels it found."""
+    """Return transformers' own torch version, even if it found kernels."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     actual: Callable[..., Any] = inspect.unwrap(getattr(module, name))
     return actual
@@ -111,11 +111,11 @@ def ssd(packed: PackedSeqLens) -> Sides:
 
 
 KEPT_WIDE = {"conv": (), "gated_delta": (3,), "kda": (3,), "ssd": (1, 2)}
-"""Which inputs are float32 in any model: decays and steps."""
+"""The inputs that are float32 in every model: decays and steps."""
 
 
 def pass_through(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The result and every gradient, in float32."""
+    """Return the result and every gradient, in float32."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = function(*inputs)
     direction = numbers(*out.shape, seed=9)
@@ -128,7 +128,7 @@ def relative(actual: list[Tensor], reference: list[Tensor]) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def _first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' first configuration that this GPU has room for, instead of the fastest: they are some hundred."""
+    """Use the kernels' first configuration that fits this GPU, not the fastest: there are about a hundred."""
     if not GPU:
         return
     autotuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
@@ -153,7 +153,7 @@ def _first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", KEPT_WIDE)
 def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sequence by itself: on a GPU in bf16, relative to bf16's own error; interpreted in float32."""
+    """Sequences run alone: on a GPU in bf16, relative to bf16's own error; interpreted in float32."""
     op: Any = name
     if not GPU:
         monkeypatch.setattr(mixer_kernels, "_device_rejects", lambda device, dtype: None)
@@ -233,14 +233,14 @@ def build(model_type: str, dtype: torch.dtype) -> Any:
 
 
 def over_torch(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own functions for the length of a context, whatever kernels it found."""
+    """Use transformers' own functions inside the context, even if it found kernels."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     for name in FALLBACKS[model_type]:
         monkeypatch.setattr(module, name, dropping(torch_function(model_type, name)))
 
 
 def dropping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With the keywords that it takes, as transformers' decorator calls it."""
+    """Call a function with only the keywords that it takes, as transformers' decorator does."""
     taken = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -291,7 +291,7 @@ def test_layers_at_real_sizes(model_type: str, on_rows: bool, monkeypatch: pytes
 
 
 def on_host(result: Result) -> Result:
-    """So that three sets of gradients need not fit the GPU."""
+    """Move gradients to the host, so that the GPU need not hold three sets."""
     return Result(
         [x.float().cpu() for x in result.logits],
         result.loss.float().cpu(),

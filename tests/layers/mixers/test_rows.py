@@ -1,4 +1,4 @@
-"""Sequences as rows, and back; and the packing that reaches modules which no keyword does."""
+"""Sequences as rows, and back; and packing for modules that get no keyword."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_put_back() -> None:
 
 
 class Sum(nn.Module):
-    """Mixes tokens: each becomes the sum of those before it in its row, weighted by a mask if one comes."""
+    """A mixer: each token becomes the sum of the row's tokens up to it, weighted by a mask if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_a_wrapper_that_checkpoints_layers_is_refused() -> None:
 
 
 def test_an_interrupted_forward_leaves_no_packing_behind() -> None:
-    """For whoever gives the backbone the same ids next."""
+    """The next caller with the same ids must not find it."""
     model = fastpack.patch(build_tiny("bamba").eval())
     ids = plain_tokens(1, 12, seed=0)
 
@@ -218,7 +218,7 @@ def test_copies_come_back_patched(model_type: str, how: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["mamba2", "bamba", "bloom", "falcon", "opt"])
 def test_a_copy_of_a_layer_finds_the_packing(model_type: str) -> None:
-    """As PEFT's ``modules_to_save`` makes one, of a patched model too."""
+    """PEFT's ``modules_to_save`` makes such copies, also of a patched model."""
     model, stock = (build_tiny(model_type).eval() for _ in range(2))
     fastpack.patch(model)
     for changed in (model, stock):
@@ -250,7 +250,7 @@ def test_each_thread_has_its_own_batch(model_type: str) -> None:
     waited = threading.local()
 
     def wait(*_: Any) -> None:
-        """In the first layer, whose forward has begun in every thread before it goes on in any."""
+        """Wait in the first layer until the forward has begun in every thread."""
         if not getattr(waited, "once", False):
             waited.once = True
             all_inside.wait()
@@ -283,7 +283,7 @@ def test_unpatch_restores_everything(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["gptj", "bloom", "deepseek_v4", "llama4_text"])
 @pytest.mark.parametrize("lengths", [[4, 30], [4, 4], [30, 4, 4]])
 def test_rows_as_long_as_there_are_heads(model_type: str, lengths: list[int]) -> None:
-    """Attention's weights ``[n, 4, 4, 4]`` are not taken for something of each token."""
+    """Attention weights ``[n, 4, 4, 4]`` are not mistaken for a tensor with one entry for each token."""
     model = build_tiny(model_type).eval()
     model.set_attn_implementation("eager")
     ids = plain_tokens(1, sum(lengths), seed=0)
@@ -295,7 +295,7 @@ def test_rows_as_long_as_there_are_heads(model_type: str, lengths: list[int]) ->
 
 @pytest.mark.parametrize("model_type", ["bamba", "nemotron", "zaya"])
 def test_offloading_is_asked_on_every_tier(model_type: str) -> None:
-    """On a CPU it can't be done, and says so; it was not asked at all where a scope is."""
+    """A CPU can't offload, and the report says so, also for models with a packing scope."""
     model = fastpack.patch(build_tiny(model_type).train(), offload="checkpoints")
     model(input_ids=plain_tokens(1, 8, seed=0), packed_seq_lens=[3, 5])
     runtime = runtime_of(find_parts(model).backbone)
@@ -306,7 +306,7 @@ def test_offloading_is_asked_on_every_tier(model_type: str) -> None:
 
 
 def test_falcon_with_alibi_runs_on_rows() -> None:
-    """Its biases are in a mask that the backbone builds."""
+    """Its biases are part of a mask that the backbone builds."""
     model = fastpack.patch(build_tiny("falcon", alibi=True).eval())
     assert fastpack.report(model).tier == "re-padded model"
     first, second = plain_tokens(1, 5, seed=0), plain_tokens(1, 7, seed=1)

@@ -1,6 +1,6 @@
-"""Compiles kernels for GPUs that are not there, and prints what shared memory they take.
+"""Compile kernels for GPUs that this machine doesn't have, and print the shared memory that they need.
 
-A script of its own: a process in which Triton interprets kernels can't compile them.
+This is a separate script, since a process in which Triton interprets kernels can't compile them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POINTERS = ("base", "low", "out", "x", "weight", "grad", "gate", "up", "dgate", 
 
 
 def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int) -> int:
-    """As if every tensor were aligned and every rank the last dimension."""
+    """Return a kernel's shared memory if every tensor is aligned and ranks are the last dimension."""
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -47,7 +47,10 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
 
 
 def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
-    """What so many sums of so many products take on Hopper, one of each LoRA's update; the first two transposed."""
+    """Return the shared memory of ``outputs`` sums of ``count`` matmuls on Hopper.
+
+    One matmul of each sum is a LoRA update. The first two second factors are transposed.
+    """
     blocks = [products._block(rank), *[products.BLOCK_K] * 3]
     used = [blocks[i if outputs == 1 and i < 4 else i % 2] for i in range(2 * products.MOST)]
     transposed = [i < 2 or outputs > 1 for i in range(2 * products.MOST)]

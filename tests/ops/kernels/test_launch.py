@@ -1,4 +1,4 @@
-"""Kernels that are set up before the one ahead of them has ended: they wait by themselves."""
+"""Kernels that are launched before the previous kernel has ended wait for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULES = sorted(Path(kernels.__file__).parent.glob("*.py"))
 
 
 def unguarded(source: str) -> tuple[list[str], list[str]]:
-    """Kernels of a module that may be launched early, and those of them that don't wait first."""
+    """Return a module's kernels that may be launched early, and the kernels among them that don't wait first."""
     result: list[str] = []
     wrong: list[str] = []
     for node in ast.parse(source).body:
@@ -53,7 +53,7 @@ def test_elsewhere_kernels_are_launched_as_ever() -> None:
 
 @triton.jit
 def write_late(x, turns, BLOCK: tl.constexpr):
-    """Ones, long after the next kernel was let in."""
+    """Write ones, long after the next kernel may start."""
     tl.extra.cuda.gdc_launch_dependents()
     one = tl.load(x) + 1.0  # which compilers don't know
     for _ in range(turns):
@@ -63,14 +63,14 @@ def write_late(x, turns, BLOCK: tl.constexpr):
 
 @triton.jit
 def read_at_once(x, out, BLOCK: tl.constexpr):
-    """Without waiting."""
+    """Copy ``x`` to ``out`` without waiting."""
     at = tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at))
 
 
 @pytest.mark.gpu
 def test_a_kernel_that_is_let_in_early_waits_all_the_same() -> None:
-    """And one that does not wait reads what was there before: the test can fail."""
+    """A kernel that does not wait reads the old values, so the check can fail."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels are launched early from Hopper on")
     size, turns = 1024, 3_000_000

@@ -21,7 +21,7 @@ from fastpack.ops.kernels import lora
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]
 SIZES, RANKS = [200, 136, 1, 384], [4, 16, 3, 20]
-"""Four: one more than a launch takes."""
+"""Four projections: one more than a launch takes."""
 TOKENS = [1, 70, 300]
 
 
@@ -36,7 +36,7 @@ def drawn(*shape: int, device: str) -> Tensor:
 
 
 def rows(tokens: int, size: int, device: str) -> Tensor:
-    """A part of a wider tensor, as a fused projection's output is."""
+    """Return a part of a wider tensor, like the output of a fused projection."""
     return drawn(tokens, size + 24, device=device)[:, 8 : 8 + size]
 
 
@@ -45,7 +45,7 @@ def side_by_side(tokens: int, device: str) -> list[Tensor]:
 
 
 def check(result: list[Tensor], theirs: Callable[[Any], Tensor], expected: list[Tensor]) -> None:
-    """As near to the truth as torch's own product, which has the same inputs and another order of sums."""
+    """Check that the results are as close to the truth as torch's matmul, which adds in another order."""
     for i, (ours, right) in enumerate(zip(result, expected, strict=True)):
         size = right.abs().max()
         error, plain = ((x.double() - right).abs().max() / size for x in (ours, theirs(i)))
@@ -91,7 +91,7 @@ def test_reduce(tokens: int, device: str) -> None:
 
 
 def test_rows_that_do_not_count_are_left_out(device: str) -> None:
-    """Nobody reads them; shrunken rows are zeros there."""
+    """These rows are not read. The results of ``shrink`` are zeros there."""
     count = torch.tensor([70], dtype=torch.int32, device=device)
     xs, lows = [rows(150, size, device) for size in SIZES], side_by_side(150, device)
     weights = [drawn(size, rank, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
@@ -119,7 +119,7 @@ def test_no_tokens(device: str) -> None:
 
 
 def test_a_wrong_scale_is_seen(device: str) -> None:
-    """Negative control."""
+    """Negative control of ``check``."""
     x, weight, out = rows(70, 64, device), drawn(64, 8, device=device), drawn(70, 8, device=device)
     lora.shrink([x], [weight], [1.01], [out])
     with pytest.raises(AssertionError):
@@ -160,7 +160,7 @@ def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch
 
 
 def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not more ranks than registers hold, nor sums in too few programs, nor dtypes that differ."""
+    """The kernels reject ranks that don't fit registers, sums in too few programs, and mixed dtypes."""
     xs, lows = [rows(300, 384, device)], [drawn(300, 16, device=device)]
     monkeypatch.setattr(lora, "processors", lambda _: 12)
     assert all(lora.serves(name, xs, lows) for name in ("expand", "shrink", "reduce"))
@@ -193,7 +193,7 @@ def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest
 def test_gradients_have_the_dtype_of_parameters(
     same: bool, implementation: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all A and B where it is one, in one cast a group; summed in float32, and rounded once."""
+    """If all A and B have one dtype, their gradients are rounded to it once; else they stay in float32."""
     x, projections = group(device, 8, torch.bfloat16)
     if not same:
         first = projections[0].lora

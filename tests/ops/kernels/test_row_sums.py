@@ -17,7 +17,7 @@ from fastpack.ops.kernels import row_sums
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]
 SIZES = [(600, 100), (1, 3), (257, 33), (90, 64)]
-"""Four: one more than a launch takes."""
+"""Four matrices: one more than a launch takes."""
 
 
 @pytest.fixture(params=DEVICES)
@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grids of the kernel."""
+    """Return a list to which the grid of each launch is added."""
     seen: list[int] = []
     kernel = row_sums._kernel
 
@@ -42,12 +42,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def drawn(rows: int, columns: int, device: str, dtype: torch.dtype) -> Tensor:
-    """A part of a wider matrix."""
+    """Return a random part of a wider matrix."""
     return torch.randn(rows, columns + 16, device=device).to(dtype)[:, 8 : 8 + columns]
 
 
 def errors(actual: list[Tensor], xs: list[Tensor]) -> list[tuple[float, float]]:
-    """Ours, and plain torch's, each relative to the largest sum."""
+    """Return the kernel's error and plain torch's, each relative to the largest sum."""
     pairs: list[tuple[float, float]] = []
     for ours, x in zip(actual, xs, strict=True):
         truth = x.double().sum(0)
@@ -71,7 +71,7 @@ def test_sums(dtype: torch.dtype, device: str, launches: list[int]) -> None:
 
 
 def test_few_rows_take_wide_tiles(device: str, launches: list[int]) -> None:
-    """A sum of a few parts is not a thousand programs of a few columns each."""
+    """Sums of few rows don't take a thousand programs of a few columns each."""
     few, many = drawn(16, 1100, device, torch.float32), drawn(17, 1100, device, torch.float32)
     for x in (few, many):
         ((ours, plain),) = errors(row_sums.sum_rows([x], [torch.float32]), [x])
@@ -81,7 +81,7 @@ def test_few_rows_take_wide_tiles(device: str, launches: list[int]) -> None:
 
 
 def test_a_missing_row_is_seen(device: str) -> None:
-    """Negative control."""
+    """Negative control of ``errors``."""
     x = drawn(300, 40, device, torch.float32)
     ((ours, plain),) = errors(row_sums.sum_rows([x[:-1]], [x.dtype]), [x])
     assert ours > 100 * max(plain, 1e-6)
@@ -93,7 +93,7 @@ def test_no_rows(device: str) -> None:
 
 
 def test_what_torch_adds_up(device: str, launches: list[int]) -> None:
-    """Columns that lie apart, float64, and few columns of very many rows."""
+    """Torch sums columns of other strides, float64, and a few columns of very many rows."""
     rows = row_sums.MOST_BYTES // 4 // row_sums.TILE["BLOCK_M"] + 1
     xs = [
         drawn(30, 4, device, torch.float32).t(),

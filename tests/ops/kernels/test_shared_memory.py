@@ -1,4 +1,4 @@
-"""Kernels fit the shared memory of GPUs that are not there, or leave them alone."""
+"""Kernels fit into the shared memory of GPUs that this machine doesn't have, or are not chosen there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FITS = [
     (90, "bf16", 16, 2, "outputs"),
     (90, "bf16", 256, 2, "outputs"),
 ]
-"""Compute capability, dtype, rank, how many projections, kernel."""
+"""Compute capability, dtype, rank, number of projections, kernel."""
 DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
 
 

@@ -175,7 +175,7 @@ def test_gated_mlp_is_its_definition(with_norm: bool, activation: Any, form: str
 
 
 def test_mlp_whose_input_needs_no_gradient() -> None:
-    """So it is in the first layer over frozen embeddings, with LoRA on ``down`` only."""
+    """This is the first layer over frozen embeddings, with LoRA on ``down`` only."""
     inner, down = [projection(INNER, lora=False), projection(INNER, lora=False)], projection(H, INNER)
     x = leaf(T, H, grad=False)
     theirs = defined(F.silu(defined(x, inner[0])) * defined(x, inner[1]), down)
@@ -197,7 +197,7 @@ def test_updates_alone() -> None:
 
 
 def test_updates_of_wider_bases_under_autocast() -> None:
-    """They are computed in autocast's dtype, as PEFT's, and added to LLM.int8's outputs for wider activations."""
+    """Updates are computed in autocast's dtype, as in PEFT, and added to LLM.int8's wider outputs."""
     torch.manual_seed(3)
     group = [projection(64, 64), projection(64, 64)]
     x = leaf(256, 64)
@@ -226,7 +226,7 @@ def test_updates_of_wider_bases_under_autocast() -> None:
         one, other = add_updates(x, [bases[0], narrow], [p.lora for p in group])
     assert (one.dtype, other.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(one, mine[0])
-    (of_base,) = torch.autograd.grad(other, narrow, cotangents[1].bfloat16())  # nobody used the first
+    (of_base,) = torch.autograd.grad(other, narrow, cotangents[1].bfloat16())  # nothing used the first
     assert torch.equal(of_base, cotangents[1].bfloat16())
     alone = add_updates(x, bases, [p.lora for p in group])
     assert relative(alone[0], truth[0]) <= BOUND, "outside autocast in the bases' own: the check can fail"

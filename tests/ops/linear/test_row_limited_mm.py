@@ -78,8 +78,8 @@ def table_of(*kind: int) -> list[list[int]]:
         (T, 200, 1),
         (T, T, 0),
         (T, T, 1),
-        (T, T, 2),  # the second tall tile sticks out
-        (150, 150, 1),  # one tall tile, which sticks out
+        (T, T, 2),  # the second tall tile extends beyond the rows
+        (150, 150, 1),  # one tall tile, which extends beyond the rows
     ],
 )
 @pytest.mark.parametrize(("terms", "base", "bias"), [(1, None, False), (2, "own", True), (4, "in place", False)])
@@ -130,24 +130,24 @@ def test_kernel_is_the_definition(
         (5, T, 0, 1, 2, 1),
         (12, T, 0, 1, 2, 6),
         (132, T, 0, 1, 2, 6),
-        (9, T, 0, 2, 3, 6),  # six for three teams of three
-        (8, T, 0, 3, 4, 6),  # six for two of four
-        (5, 200, 0, 4, 5, 4),  # four for one of five
+        (9, T, 0, 2, 3, 6),  # six tiles are left, for three teams of three programs
+        (8, T, 0, 3, 4, 6),  # six tiles are left, for two teams of four programs
+        (5, 200, 0, 4, 5, 4),  # four tiles are left, for one team of five programs
         (4, T, 0, 1, 1, 0),  # two programs make one more than the others
         (7, T, 0, 1, 1, 0),
         (2, T, 0, 1, 2, 0),  # nothing is left
         (12, 0, 0, 1, 2, 0),
         (7, 128, 0, 1, 3, 4),  # two tiles of six steps, each for three programs of seven
         (8, 128, 0, 1, 4, 6),
-        (12, 128, 0, 1, 6, 10),  # a step each
+        (12, 128, 0, 1, 6, 10),  # twelve programs take one step each
         (40, 1, 0, 1, 6, 10),
-        (4, 320, 1, 1, 1, 0),  # two are tall, two low
-        (3, 320, 1, 1, 3, 2),  # of which one is left
-        (4, T, 1, 1, 2, 2),  # two of four
+        (4, 320, 1, 1, 1, 0),  # two tiles are tall, two low
+        (3, 320, 1, 1, 3, 2),  # one of these four tiles is left
+        (4, T, 1, 1, 2, 2),  # two of four tiles are left
         (5, T, 1, 1, 1, 0),
-        (1, T, 1, 1, 1, 0),  # one program makes all six
+        (1, T, 1, 1, 1, 0),  # one program computes all six tiles
         (3, T, 1, 1, 1, 0),
-        (4, T, 2, 1, 1, 0),  # all are tall
+        (4, T, 2, 1, 1, 0),  # all tiles are tall
         (2, T, 2, 1, 1, 0),
     ],
 )
@@ -216,16 +216,16 @@ def make_sums(widths: Sequence[int], terms: int, bias: bool, dtype: torch.dtype,
     ("programs", "rows", "above", "team", "widths", "terms", "parts"),
     [
         (3, T, 0, (1, 1), (264, 40, 72), 2, 0),  # four rounds of the twelve tiles
-        (8, T, 0, (1, 2), (264, 40, 72), 2, 4),  # the last four, one or two of each output, for two programs each
+        (8, T, 0, (1, 2), (264, 40, 72), 2, 4),  # the last four tiles, one or two of each output, for two programs each
         (9, 200, 0, (1, 1), (264, 40, 72), 2, 0),
-        (12, 1, 0, (1, 3), (264, 40, 72), 2, 8),  # four for three each
-        (3, T, 1, (1, 1), (264, 40, 72), 2, 0),  # four tall and eight low
+        (12, 1, 0, (1, 3), (264, 40, 72), 2, 8),  # four tiles are left, each for three programs
+        (3, T, 1, (1, 1), (264, 40, 72), 2, 0),  # four tall and eight low tiles
         (8, T, 1, (1, 2), (264, 40, 72), 2, 4),
-        (4, T, 2, (1, 1), (264, 40, 72), 2, 0),  # eight tall
+        (4, T, 2, (1, 1), (264, 40, 72), 2, 0),  # eight tall tiles
         (5, T, 0, (1, 1), (40, 304), 1, 0),  # four of nine tiles are left for five programs
-        (7, T, 0, (1, 3), (40, 304), 1, 4),  # two for three each
+        (7, T, 0, (1, 3), (40, 304), 1, 4),  # two tiles are left, each for three programs
         (6, 1, 0, (1, 2), (40, 304), 1, 3),
-        (5, 320, 1, (1, 3), (40, 304), 1, 2),  # one of three tall and three low for three
+        (5, 320, 1, (1, 3), (40, 304), 1, 2),  # three tall and three low tiles; one is left, for three programs
     ],
 )
 def test_several_outputs_are_several_sums(

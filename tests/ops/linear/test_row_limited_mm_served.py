@@ -140,7 +140,7 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool, monkeypatch: p
     assert all(out.isfinite().all() for out in outs)
     actual = outcome(outs, [x, *inputs], rows)
     assert count.launches == {"group": 3 + 1, "together": 1 + 1, "residual": 1 + 1, "mlp": 3 + 2}[which]
-    at = len(outs)  # of the input's gradient
+    at = len(outs)  # the index of the input's gradient
     assert not actual[at][rows:].any()
     actual[at] = actual[at][:rows]
     for ours, right in zip(actual, truth, strict=True):

@@ -72,7 +72,7 @@ def interpreted(implementation: Implementation) -> bool:
 
 
 def cut(implementation: Implementation, dtype: torch.dtype) -> float:
-    """Return what is allowed on top of every bound, since Triton's interpreter truncates to bfloat16."""
+    """Return what is added to every bound, since Triton's interpreter truncates to bfloat16."""
     return torch.finfo(dtype).eps if interpreted(implementation) and dtype == torch.bfloat16 else 0.0
 
 
@@ -154,7 +154,7 @@ def run(
 
 
 def luck(key: str, dtype: torch.dtype, reduction: Reduction) -> float:
-    """Return what is allowed for luck: errors of many tokens may cancel in plain torch's sum and not in ours."""
+    """Return what is added for luck: errors of many tokens may cancel in plain torch's sum but not in ours."""
     return torch.finfo(dtype).eps / 4 if key == "result" and reduction != "none" else 0.0
 
 

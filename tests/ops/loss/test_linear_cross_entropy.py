@@ -93,7 +93,7 @@ def test_negative_control(implementation: Implementation, what: str) -> None:
 @pytest.mark.parametrize(("softcap", "scale"), [(30.0, 1.0), (30.0, 10.0), (3.0, 3.0), (3.0, 10.0)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_softcap_is_as_exact_as_torchs(implementation: Implementation, softcap: float, scale: float) -> None:
-    """So it is in float32, near zero and near the cap, where 1 - tanh^2 is small."""
+    """This holds in float32, near zero and near the cap, where 1 - tanh^2 is small."""
     case = Case(shape=(8, 33, 257), options={"softcap": softcap, "logit_scale": scale})
     errors: dict[str, list[float]] = {"mine": [], "plain": []}
     for seed in range(20):
@@ -143,8 +143,10 @@ def test_a_sum_in_half_precision_would_be_seen() -> None:
 
 @pytest.mark.parametrize("implementation", ROUNDING)
 def test_a_mean_rounds_its_gradients_once(implementation: Implementation) -> None:
-    """1 / 25 is no power of two: a factor that was rounded to bfloat16, or applied behind a rounding, would show in the
-    norm of all errors (the largest of them may be any)."""
+    """The factor 1 / 25 is no power of two, so a second rounding would show in the norm of all errors.
+
+    It would come from a factor rounded to bfloat16, or applied after a rounding. The largest error may be any.
+    """
     keys = ("hidden", "weight")
     errors = {name: dict.fromkeys(keys, 0.0) for name in ("ours", "stock", "rounded factor")}
     rounded = float(torch.tensor(1 / 25).bfloat16()) * 25

@@ -37,7 +37,7 @@ def test_sums_of_each_sequence() -> None:
 
 
 def test_many_small_values_lose_nothing() -> None:
-    """In float32 a running sum of 0.1 over 2^20 tokens is some per cent off."""
+    """In float32 a running sum of 0.1 over 2^20 tokens would be wrong by some per cent."""
     values = torch.full((1 << 20,), 0.1)
     expected = values.double().sum()
     assert abs(segment_sums(values, offsets_of((1 << 20,))) - expected) <= 1e-9 * expected
