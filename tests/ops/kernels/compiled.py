@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fastpack.ops.kernels import launch, lora, lora_glu
-from fastpack.ops.kernels import row_limited_mm as products
+from fastpack.ops.kernels import row_limited_mm as matmuls
 
 LIMITS = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448}
 """Bytes that a program may have: T4, A100, RTX 4090 and L4, H100 and H200."""
@@ -46,41 +46,41 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
     return int(built.metadata.shared)
 
 
-def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
+def sums_of_matmuls(count: int, dtype: str, rank: int, outputs: int) -> int:
     """Return the shared memory of ``outputs`` sums of ``count`` matmuls on Hopper.
 
     One matmul of each sum is a LoRA update. The first two second factors are transposed.
     """
-    blocks = [products._block(rank), *[products.BLOCK_K] * 3]
-    used = [blocks[i if outputs == 1 and i < 4 else i % 2] for i in range(2 * products.MOST)]
-    transposed = [i < 2 or outputs > 1 for i in range(2 * products.MOST)]
+    blocks = [matmuls._block(rank), *[matmuls.BLOCK_K] * 3]
+    used = [blocks[i if outputs == 1 and i < 4 else i % 2] for i in range(2 * matmuls.MAX_GROUP)]
+    transposed = [i < 2 or outputs > 1 for i in range(2 * matmuls.MAX_GROUP)]
     constants: dict[str, Any] = {"NUMBER": count, "OUTPUTS": outputs, "BASE": outputs == 1, "BIAS": True}
-    constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
-    constants |= {"BLOCKS": tuple(used[:4]), "TRANSPOSED": tuple(transposed[:4]), "BLOCK_BELOW": products.BLOCK_BELOW}
+    constants |= {"BLOCK_T": matmuls.BLOCK_T, "BLOCK_N": matmuls.BLOCK_N, "GROUP": matmuls.GROUP}
+    constants |= {"BLOCKS": tuple(used[:4]), "TRANSPOSED": tuple(transposed[:4]), "BLOCK_BELOW": matmuls.BLOCK_BELOW}
     constants |= {"EARLY": True, "PROGRAMS": 132}
-    height, width = products.BLOCK_T, products.BLOCK_N
+    height, width = matmuls.BLOCK_T, matmuls.BLOCK_N
     types = dict.fromkeys(("base", "out0", "out1", "out2"), (height, width // 2))
-    types |= dict.fromkeys(("lower_base", "lower_out0", "lower_out1", "lower_out2"), (products.BLOCK_BELOW, width // 2))
+    types |= dict.fromkeys(("lower_base", "lower_out0", "lower_out1", "lower_out2"), (matmuls.BLOCK_BELOW, width // 2))
     for i, block in enumerate(used):
-        types |= {f"x{i}": (height, block), f"lower_x{i}": (products.BLOCK_BELOW, block)}
+        types |= {f"x{i}": (height, block), f"lower_x{i}": (matmuls.BLOCK_BELOW, block)}
         types[f"m{i}"] = (width, block) if transposed[i] else (block, width)
     signature: dict[str, str] = {}
-    for name in products._matmul_kernel.arg_names:
+    for name in matmuls._matmul_kernel.arg_names:
         if name in types:
             signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
         else:
-            pointers = {"count": "*i32", "plans": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
+            pointers = {"count": "*i32", "schedule": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
             signature[name] = "constexpr" if name in constants else pointers.get(name.rstrip("012"), "i32")
-    kernel: Any = products._matmul_kernel
+    kernel: Any = matmuls._matmul_kernel
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": products.WARPS, "num_stages": products.STAGES}
+    options = {"num_warps": matmuls.WARPS, "num_stages": matmuls.STAGES}
     return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
 def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:
-    if name in ("products", "outputs"):
-        taken = sums_of_products(count, dtype, rank, 1 if name == "products" else products.MOST)
-        return {"stages": products.STAGES, "taken": taken, "limit": LIMITS[capability]}
+    if name in ("matmul", "outputs"):
+        taken = sums_of_matmuls(count, dtype, rank, 1 if name == "matmul" else matmuls.MAX_GROUP)
+        return {"stages": matmuls.STAGES, "taken": taken, "limit": LIMITS[capability]}
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     lows = [torch.empty(4, rank, dtype=of)] * count
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
