@@ -19,7 +19,7 @@ from fastpack.utils.protocols import AttentionLike
 
 
 def first_projections(module: AttentionLike) -> tuple[str, str]:
-    """Return the names of the projections of the input: to queries or their latent, and to the key/value latent."""
+    """Return the names of the two input projections: to queries or their latent, and to the key/value latent."""
     return ("q_proj" if module.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
 
 
