@@ -16,9 +16,9 @@ class Visibility:
     """The keys that a query sees: a range of its own sequence, and earlier segments that several sequences share.
 
     The query at position p sees ``[start, p + 1)`` of its sequence. The range starts at the first token, or holds at
-    most ``window`` tokens. Each backend names the attributes that it serves in ``SERVES``. A new
-    attribute (for a range that ends after the query, as in blocks of an image, or that begins on another rank) is
-    refused by each backend that does not name it.
+    most ``window`` tokens. Each backend names the attributes that it serves in ``SERVES``. A new attribute (for a range
+    that ends after the query, as in blocks of an image, or that begins on another rank) is refused by each backend that
+    does not name it.
 
     Attributes:
         window: how many tokens a query sees, itself included; None for all tokens before it.

@@ -3,7 +3,7 @@
 Generation 2 is ``flash_attn.flash_attn_varlen_func``, 3 is ``flash_attn_interface.flash_attn_varlen_func``, 4 is
 ``flash_attn.cute.flash_attn_varlen_func``. They differ in the names of a few arguments and in what they can do.
 
-Sources for their limits: Generation 2 asserts that dropout is 0 if there is a softcap. Generation 4 refuses a softcap
+Sources for their limits: generation 2 asserts that dropout is 0 if there is a softcap. Generation 4 refuses a softcap
 in its varlen backward (Dao-AILab/flash-attention #2544) and gave sinks no gradient before #2706. Up to version 4.0.0b36
 its gradients are silently wrong if the head size is not a multiple of 32 (#2896; measured here with 8 and 40 on an
 H200), and on Blackwell if the head size is 256 (NVIDIA/TransformerEngine #3216).

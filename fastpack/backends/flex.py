@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with a block mask that is built once a batch from the offsets.
+"""FlexAttention, compiled, with a block mask that is built once per batch from the offsets.
 
 Sources: Dong et al., "Flex Attention", arXiv:2412.05496 (invisible blocks are skipped, and fully visible blocks run
 without a mask). Attention sinks are applied as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - sink)``.

@@ -47,7 +47,7 @@ def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
     """Record the choices of these modules inside a ``with`` block.
 
-    The passes inside run over one sequence after another, or over all sequences at once.
+    The passes inside the block run over one sequence after another, or over all sequences at once.
 
     Yields:
         A function that returns the choices, to be called after the passes.
@@ -61,9 +61,9 @@ def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
 def replayed(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
     """Make these modules repeat recorded choices inside a ``with`` block.
 
-    The passes inside run over the same tokens in the same order. A pass may cover only some of the tokens; the next
-    pass then begins at the token after them. After the last token, the choices begin again at the first token: in the
-    next pass, or when checkpointing runs a forward again.
+    The passes inside the block run over the same tokens in the same order. A pass may cover only some of the tokens;
+    the next pass then begins at the token after them. After the last token, the choices begin again at the first token:
+    in the next pass, or when checkpointing runs a forward again.
 
     Raises:
         ValueError: A module makes a choice that was not recorded: for other tokens, or one choice too many.

@@ -44,7 +44,7 @@ def checkpointings(model: ModelLike) -> tuple[bool, ...]:
 
 
 def weighted_sum(_: Any, logits: Tensor, start: int, total: int) -> Tensor:
-    """Return a weighted sum of logits ``[L, V]``, the tokens from ``start`` on; ``total`` tokens have fixed weights."""
+    """Return a weighted sum of logits ``[L, V]``, by the fixed weights of tokens from ``start`` on, of ``total``."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
     return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
@@ -136,7 +136,7 @@ class Oracle:
             dtype: The dtype to prove the model in, if that is possible.
             routers: The names of the classes that choose experts.
 
-        Errors from building or running the stock model in float32 are raised as they are.
+        Errors from building or running the stock model in float32 are raised unchanged.
         """
         if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
             return oracle

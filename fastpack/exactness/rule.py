@@ -8,8 +8,8 @@ In half precision a maximum depends on luck. So the error is |difference| / |ref
 of tokens the median counts. The bound is :data:`FACTOR` times the stock model's own error. This own error is measured
 against a float32 copy if a copy is cheap, else between two stock runs that differ in rounding alone.
 
-Every comparison has a control that must be off by at least :data:`CONTROL` times the bound. If it is off by less, a
-real error could go unseen, and the verdict is "can't tell".
+Every comparison has a control that must be off by at least :data:`CONTROL` times the bound. If a control
+is off by less, a real error could go unseen, and the verdict is "can't tell".
 """
 
 from __future__ import annotations

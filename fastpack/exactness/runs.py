@@ -5,10 +5,10 @@ are compared. Rounding differs from run to run and averages out; an error is the
 
 How far two correct results may differ is measured on the stock model, by computing its results in a second way. In
 half precision the second way uses transformers' other attention (sdpa or eager) and inputs that are one rounding off,
-since fused kernels round at other places, too. A further way changes the inputs alone, nearly all of them by one
-rounding. It is used in full precision; if there is no other attention, or if it computes another function; and if a
-model rounds more coarsely inside than its hidden states do (4-bit weights that compute in bfloat16, with float32 hidden
-states).
+since fused kernels round at other places, too. A third way changes the inputs alone, nearly all of them by one
+rounding. It is used in three cases: in full precision; if there is no other attention, or the other attention computes
+another function; and if a model rounds more coarsely inside than its hidden states do (4-bit weights that compute in
+bfloat16, with float32 hidden states).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SPREAD = 8
 """The number of roundings by which embeddings differ between runs. With one, many values would round as before."""
 
 LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
-"""Shares of elements to move by one rounding. Moving a twelfth has the variance of one rounding error (1/12); moving
-two thirds has the standard deviation of about three rounding errors."""
+"""Shares of elements to move by one rounding. Moving a twelfth adds the variance of one rounding error (1/12); moving
+two thirds adds about three times the standard deviation of one."""
 KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of trained weights"}
 """The names of the tensors that are compared."""
 

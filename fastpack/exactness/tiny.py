@@ -169,7 +169,7 @@ def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) 
 
 
 def shrink(config: PreTrainedConfig, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
-    """Return a config of the same class and with the same traits, small enough to build and run it in no time.
+    """Return a config of the same class and with the same traits, small enough to build and run fast.
 
     Widths, counts and the vocabulary are small. There are two layers of each kind, in the config's own order. Windows
     are 8 tokens, and RoPE that is scaled beyond some length is scaled beyond 16, so that a few dozen tokens cross every
@@ -292,7 +292,7 @@ def _small(config: Any, overrides: Mapping[str, Any], factor: float, *, traits: 
 
 
 def _in_the_words_of(own: Any, value: Any) -> Any:
-    """Return a list of layer kinds in the config's own words; any other value stays as it is."""
+    """Return a list of layer kinds in the config's own words; any other value is returned unchanged."""
     if not isinstance(own, list) or not isinstance(value, list) or not any(kind in own for kind in EARLIER):
         return value
     words = {now: earlier for earlier, now in EARLIER.items()}

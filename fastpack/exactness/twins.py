@@ -25,7 +25,7 @@ ACTING = {
     **{"softcap": 1.0, "softcapping": 1.0, "clip_qkv": 0.5, "eps": 0.05, "epsilon": 0.05},
     "attention_multiplier": HEAD_DIM**-0.5,  # with a larger one, scores are so far apart that rounding is blown up
 }
-"""Values of float settings with such a name, or with such a last word in their name: large enough to have an effect."""
+"""Values of float settings, by their name or its last word, that are large enough to have an effect."""
 VECTOR = 0.3
 """The standard deviation of norms' weights about 1, and of biases, sinks and the like about 0."""
 GRID = 16.0
@@ -69,12 +69,12 @@ def build_twin(
 
     Args:
         cls: The class of a backbone or a head of transformers.
-        config: The user's config, which is left as it is.
+        config: The user's config, which is not changed.
         dtype: The dtype of the twin.
         dropout: The probability of every kind of dropout.
         **settings: Settings that replace the small config's own.
 
-    Errors from the classes of the config and of the model are raised as they are.
+    Errors from the classes of the config and of the model are raised unchanged.
     """
     small = shrink(config, **settings)
     small._attn_implementation = "eager"  # the family's own function, which honours all of its arguments

@@ -64,8 +64,8 @@ def _checkpoints_in_forward(cls: type) -> bool:
 def _is_run_again(layer: LayerLike) -> bool:
     """Return whether torch's checkpointing is recomputing this layer for its backward, which never reads the result.
 
-    During a recomputation, the innermost saved-tensor hooks belong to it. If a larger block is being recomputed, the
-    layer runs its first forward again inside the block. The innermost hooks then belong to the layer's own
+    During the layer's recomputation, the innermost saved-tensor hooks are those of the recomputation. The recomputation
+    of a larger block also contains a first forward of the layer. There the innermost hooks belong to the layer's own
     checkpointing, if that is torch's non-reentrant kind.
     """
     if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():

@@ -112,7 +112,7 @@ def private_config(config: ConfigLike, attention: str, scope: PackingContext | N
     """Copy a config. The copy names fastpack's attention, and holds the original config and the packing context."""
     private = copy.copy(config)
     setattr(private, _LAST_VALUES, dict(vars(config)))
-    setattr(private, STOCK_CONFIG, config)  # in which set_attn_implementation() names another attention
+    setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() writes to this one
     setattr(private, SCOPE, scope)
     setattr(private, _IMPLEMENTATION, interface_name(attention))
     return private

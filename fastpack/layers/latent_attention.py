@@ -48,7 +48,7 @@ def heads(
     cos, sin = tables[0][0], tables[1][0]
     interleaved = module.config.rope_interleave
     if interleaved:
-        # upstream also reorders the elements of pairs, in queries and keys alike, which does not change the scores
+        # transformers also reorders the elements of pairs, in queries and keys alike, which does not change the scores
         cos, sin = repeated(cos), repeated(sin)
     rotated_q, shared = apply_rope(
         q[..., size:],

@@ -1,8 +1,7 @@
 """Recognise Liger's kernels on a model: forwards that compute the same as the forwards that they replaced.
 
 Liger (Hsu et al., arXiv:2410.10989) binds its own forwards to a model's norms and gated MLPs. Trainers make it do so
-with ``use_liger_kernel=True``, before or after a patch. Fastpack's forward of such a module replaces
-Liger's forward, too.
+with ``use_liger_kernel=True``, before or after a patch. Fastpack's forward of such a module replaces Liger's, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read a projection: base weight, bias, quantisation, and LoRA's A, B and scale.
 
-At each call, layers read a projection, since adapters may be switched at any time, and compute with its parts. If a
-projection can't be read, or an adapter other than LoRA wraps it, it is called as a module, and the report says why.
+Layers read each projection at each call, since adapters may be switched at any time, and compute with its parts. A
+projection that can't be read, or that another adapter than LoRA wraps, is called as a module; the report says why.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _why_opaque(module: nn.Module) -> str | None:
 
 
 def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
-    """Return why a weight can't be used as it is, or None."""
+    """Return why a weight can't be used directly, or None."""
     if type(weight) not in (nn.Parameter, Tensor) and not (at_rest and is_gathered(weight)):
         return f"its weight is a {type(weight).__name__}"
     if weight.numel() == 0 or is_partitioned(weight):

@@ -58,7 +58,7 @@ def is_served(module: nn.Module) -> bool:
 
 
 def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the length-dependent rotary modules that came after the patch, each with a remedy, for the report."""
+    """Return the length-dependent rotary modules that were added after the patch, each with a remedy."""
     why = (
         "put into the model after the patch, so that sequences get the frequencies of the longest in the batch: "
         "patch(unpatch(model))"

@@ -133,7 +133,9 @@ def _mismatch(config: ConfigLike, name: str, module: nn.Module, form: Form, plac
     own_size = None if expected != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
     if own_size not in (None, size):
         setting = f"config.sliding_window, from which the stock model makes its mask, says {size}"
-        return WindowMismatch(f"{name} was built for a window of {own_size}, but {setting}", f"set it to {own_size}")
+        return WindowMismatch(
+            f"{name} was built for a window of {own_size}, but {setting}", f"set config.sliding_window to {own_size}"
+        )
     return None
 
 
@@ -213,7 +215,7 @@ def _layout(backbone: nn.Module, owner: nn.Module) -> _Layout:
 
 MEND = (
     "set config.layer_types (or attn_layer_indices, if the config has these instead) to the layers' kinds in their "
-    "present order, and each layer_idx to its layer's place; or move each layer where the config has its kind"
+    "present order, and each layer_idx to its layer's place; or move each layer to where the config has its kind"
 )
 """The fix for moved layers: stock and packed attention then agree again."""
 

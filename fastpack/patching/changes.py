@@ -42,7 +42,7 @@ _PARTS = (attention_forward, mlp_forward, norm_forward)
 class Attribute:
     """An attribute of a module other than its forward: a private config, or a forward under a second name.
 
-    Its methods are those of a :class:`PreHook`.
+    It has the methods of a :class:`PreHook`.
     """
 
     module: nn.Module

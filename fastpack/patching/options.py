@@ -39,12 +39,13 @@ class TokenBudget:
     runs alone and is not an error.
 
     **Losses.** The loss of an optimiser step is the mean over all of the step's trained tokens, pairs or sequences, on
-    all ranks. So its gradient is that of one big batch, even if micro-batches are uneven. That also holds for your own
-    ``compute_loss`` or ``compute_loss_func``. It may return the mean over its micro-batch or divide by
-    ``num_items_in_batch``: it gets the label count of its own micro-batch, so both are the same mean. (To say which of
-    the two your loss does, set ``loss_is_scaled_for_ga`` on the trainer; your loss then gets the step's count, or no
-    count.) For
-    a classifier, transformers' ``Trainer`` adds up the means of accumulated micro-batches, so stock gradients are
+    all ranks and in all micro-batches. So its gradient is that of one big batch, even if micro-batches are uneven. That
+    also holds for your own ``compute_loss`` or ``compute_loss_func``. It may return the mean over its micro-batch or
+    divide by ``num_items_in_batch``: it gets the label count of its own micro-batch, so both are the same mean. (To say
+    which of the two your loss does, set ``loss_is_scaled_for_ga`` on the trainer; your loss then gets the step's count,
+    or no count.)
+
+    For a classifier, transformers' ``Trainer`` adds up the means of accumulated micro-batches, so stock gradients are
     ``gradient_accumulation_steps`` times these. Two kinds of values are still computed per micro-batch: those that a
     loss computes from a whole micro-batch (KTO's KL, the auxiliary loss of experts), and the means that a trainer logs.
 

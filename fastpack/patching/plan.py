@@ -274,7 +274,7 @@ def _form(module: nn.Module, recognised: Recognised) -> Spec | None:
 
 
 def _is_replaced(module: nn.Module, spec: Spec, recognised: Recognised) -> bool:
-    """Return whether other code has replaced a module's forward, or methods that it calls, and changed results.
+    """Return whether other code has replaced a module's forward, or a method that the forward calls.
 
     A forward that computes the same, such as Liger's, doesn't count.
     """

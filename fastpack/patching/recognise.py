@@ -255,7 +255,7 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
 def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
     """Return the family, with attention on rows if transformers applies its window only in the mask.
 
-    It stays as it is if every class of attention has a fast form.
+    The family is unchanged if every class of attention has a fast form.
     """
     if family.mask_window is None or all(name in specs for name in family.attention):
         return family

@@ -82,8 +82,8 @@ def match_by_twin(backbone: nn.Module, family: Family, candidates: Mapping[str, 
         backbone: The user's backbone, with weights, dtype and device of any kind, quantised or with adapters. Its
             config decides what the twin has.
         family: Its family, as :func:`fastpack.patching.support.covered_family` returns it.
-        candidates: Specs to try, by the name of a class of the family's upstream module. A head's spec is tried with
-            the fused loss.
+        candidates: Specs to try, by the name of a class in the family's file in transformers. A head's spec is tried
+            with the fused loss.
 
     Returns:
         An empty string for each candidate that matches, else a short reason. The matching candidates also match
@@ -135,7 +135,7 @@ def _lacks(twin: nn.Module, backbone: nn.Module, family: Family, name: str) -> s
     """Return why a twin does not represent the user's modules of one class, or an empty string if it does."""
     theirs, own = ([m for m in model.modules() if own_class(m, family) == name] for model in (backbone, twin))
     if {*map(stock_class, theirs)} - {*map(stock_class, own)}:
-        return f"its twin has no such {name}"
+        return f"its twin has no {name} of the same class"
     names = {name for module in own for name, _ in _settings(module)}  # other code sets more, such as hooks
     here = {frozenset(_settings(module) | _contents(module)) for module in own}
     for module in theirs:

@@ -81,7 +81,7 @@ def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padd
 
 
 def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
-    """Return notes for the report: the kernels that run packed tokens, or why none does. No note if none exists."""
+    """Return notes for the report: the kernels that run packed tokens, or why none runs. Empty if no kernel exists."""
     if spec.scan is None:
         return []
     device, dtype = _placed(module)

@@ -19,7 +19,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.tensors import send
 
 RATIO = 0.75
-"""The least length of a row that may be padded, as a share of the longest row in its group."""
+"""The least length of a row, as a share of the longest row in its group, if rows may be padded."""
 FULL = 8192
 """On a GPU, the slots that a group must have before another begins: a smaller group takes less time than its launch."""
 
@@ -28,8 +28,8 @@ FULL = 8192
 class Rows:
     """Some sequences of a batch, one per row, padded on the right with copies of their last tokens.
 
-    Padding may hold any values but zeros, by which some norms would divide. The results of padding are dropped, so its
-    gradient is zero.
+    Padding must not be zeros, since some norms would divide by zero. Other values make no difference: the results of
+    padding are dropped, so its gradient is zero.
 
     Attributes:
         tokens: int64 ``[n, L]``: the token in each slot, as an index into T.
@@ -142,7 +142,7 @@ def repad(x: object, rows: Rows, total: int) -> Any:
 
     ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions
     ``[axes, 1, T]`` become ``[axes, n, L]``; positions ``[T]`` become ``[L]``, counted from 0; a size that begins with
-    1 and T begins with n and L. Anything else is returned as it is.
+    1 and T begins with n and L. Anything else is returned unchanged.
     """
     if isinstance(x, torch.Size) and x[:2] == (1, total):
         return torch.Size((*rows.tokens.shape, *x[2:]))
