@@ -3,7 +3,7 @@
 A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``. To add one, write a file in this folder and
 add a row to the table below, at the place where ``auto`` should try it. :data:`TRACED` names the backends that
 ``torch.compile`` can trace; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names the backends that read lengths
-on the host. The docstring of ``patch`` and the README list all backends.
+on the host. The docstring of ``patch``, and ``LIMITS`` of ``fastpack doctor``, list all backends.
 """
 
 from __future__ import annotations
