@@ -24,7 +24,7 @@ __all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "Visibility", "attend"
 
 
 def explain(shape: AttentionShape) -> dict[str, str | None]:
-    """Return each backend, in order of preference, with why it can't serve this shape, or None if it can."""
+    """Return the backends in order of preference, each with the reason why it can't serve this shape, or None."""
     return {name: why_not(name, shape) for name in in_order(shape)}
 
 
@@ -54,7 +54,7 @@ def choose(shape: AttentionShape, attention: str = "auto") -> str:
         others = [name for name, why in explain(shape).items() if why is None]
         raise BackendUnavailableError(
             f"attention={attention!r} can't serve {shape.describe()}: {reason}. "
-            f"Here these can: {', '.join(others) or 'none'}; or pass attention='auto'."
+            f"Backends that can: {', '.join(others) or 'none'}. Or pass attention='auto'."
         )
     for name in in_order(shape):
         if why_not(name, shape) is None:
@@ -92,9 +92,9 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
 
 
 def _attend_whole(call: AttentionCall, shared: SharedTokens, attention: str) -> Tensor:
-    """Copy shared tokens into every sequence, since no backend serves segments, and keep each token's result once."""
+    """Copy shared tokens into every sequence, attend, and keep one result of each token: no backend serves segments."""
     copies = shared.copies
-    # nothing reads the results of the other copies, so the gradients of their queries are zero
+    # only the first copy's result is kept, so the queries of the other copies have no gradient
     q = spread(call.q, copies, only_first=True)
     k, v = spread(call.k, copies), spread(call.v, copies)
     return first_copies(attend(replace(call, q=q, k=k, v=v, packed=call.packed.whole), attention), copies)
@@ -111,7 +111,7 @@ def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:
 
 
 def _under_autocast(call: AttentionCall) -> AttentionCall:
-    # RoPE's float32 tables promote q and k; transformers' own flash path casts them back the same way.
+    # RoPE's float32 tables promote q and k; transformers' own flash path casts q and k back in the same way.
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return call

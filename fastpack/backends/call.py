@@ -1,4 +1,4 @@
-"""A call of attention (:class:`AttentionCall`), and the facts by which a backend says whether it can serve it."""
+"""One attention call (:class:`AttentionCall`), and the facts from which a backend decides whether it can serve it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Visibility:
     """The keys that a query sees: a range of its own sequence, and earlier segments that several sequences share.
 
     The query at position p sees ``[start, p + 1)`` of its sequence. The range starts at the first token, or holds at
-    most ``window`` tokens. Each backend names the attributes that it serves in ``SERVES``. If an attribute is added
-    here (a range that ends after the query, as in blocks of an image, or that begins on another rank), the backends
-    that don't name it refuse it.
+    most ``window`` tokens. Each backend names the attributes that it serves in ``SERVES``. A new attribute (for a range
+    that ends after the query, as in blocks of an image, or that begins on another rank) is refused by each backend that
+    does not name it.
 
     Attributes:
         window: how many tokens a query sees, itself included; None for all tokens before it.
@@ -51,7 +51,7 @@ class Visibility:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The facts by which a backend decides whether it can serve a call. It holds no tensor, so it can be made early.
+    """The facts from which a backend decides whether it can serve a call. No tensor is needed to make them.
 
     Attributes:
         device: the device of the tensors.
@@ -111,7 +111,7 @@ class AttentionCall:
         q: ``[T, H, D]``, contiguous in the last dimension, as k and v are.
         k: ``[T, K, D]``.
         v: ``[T, K, V]``.
-        packed: where sequences begin and end. If tokens are shared, q, k and v hold each of them once.
+        packed: where sequences begin and end. If sequences share tokens, q, k and v hold each shared token once.
         scale: multiplies the scores.
         sinks: ``[H]`` or None.
         window: as in :class:`Visibility`.
@@ -140,7 +140,7 @@ class AttentionCall:
 
     @property
     def shape(self) -> AttentionShape:
-        """The facts by which backends decide whether they can serve."""
+        """The facts from which backends decide whether they can serve this call."""
         return AttentionShape(
             device=self.q.device,
             dtype=self.q.dtype,

@@ -1,12 +1,13 @@
 """Any backend as one operator of a compiled graph, ``fastpack::packed_attention``.
 
-``torch.compile`` can't trace most backends. Some read lengths on the host, so that it would compile again for every
-batch; others are Functions around kernels. The compiled graph calls the operator as it is, and the operator finds each
-batch's lengths in ``cu_seqlens``. On a GPU, the backends that take lengths as Python ints wait for the device.
+``torch.compile`` can't trace most backends. Some read lengths on the host, so that torch would compile again for every
+batch; others are autograd Functions around kernels. The compiled graph calls this operator without tracing it, and the
+operator reads each batch's lengths from ``cu_seqlens``. On a GPU, the backends that take lengths as Python ints wait
+for the device.
 
-The backward runs the backend again, with autograd: one more forward than outside a compiled region.
+The backward runs the backend's forward again, under autograd. So a compiled region costs one more forward.
 
-Importing this module registers the operator, so it is imported only where a region is traced.
+Importing this module registers the operator. Therefore it is imported only while a region is traced.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _backward(
     softcap: float | None,
     backend: str,
 ) -> list[Tensor]:
-    # An operator runs beneath autograd, but this one needs autograd to record it. torch.func.vjp, the public way, takes
-    # no old-style Functions, and flash-attn's are old-style.
+    # An operator runs beneath autograd, but this one needs autograd to record its forward. The public way,
+    # torch.func.vjp, takes no old-style Functions, and flash-attn's Functions are old-style.
     autograd_on = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with autograd_on, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]

@@ -3,10 +3,10 @@
 Generation 2 is ``flash_attn.flash_attn_varlen_func``, 3 is ``flash_attn_interface.flash_attn_varlen_func``, 4 is
 ``flash_attn.cute.flash_attn_varlen_func``. They differ in the names of a few arguments and in what they can do.
 
-Sources for their limits: 2 asserts that dropout is 0 if there is a softcap. 4 refuses a softcap in its varlen backward
-(Dao-AILab/flash-attention #2544) and gave sinks no gradient before #2706. Up to 4.0.0b36 it silently gives wrong
-gradients if the head size is not a multiple of 32 (#2896; measured here with 8 and 40 on an H200), or is 256 on
-Blackwell (NVIDIA/TransformerEngine #3216).
+Sources for their limits: generation 2 asserts that dropout is 0 if there is a softcap. Generation 4 refuses a softcap
+in its varlen backward (Dao-AILab/flash-attention #2544) and gave sinks no gradient before #2706. Up to version 4.0.0b36
+its gradients are silently wrong if the head size is not a multiple of 32 (#2896; measured here with 8 and 40 on an
+H200), and on Blackwell if the head size is 256 (NVIDIA/TransformerEngine #3216).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Generation:
     number: int
     module: str
     capabilities: tuple[int, ...]
-    """Major compute capabilities on which it is the better choice."""
+    """Major compute capabilities on which fastpack uses this generation."""
     lacks: tuple[str, ...]
-    """Features that its forward or backward does not have, as :func:`fastpack.backends.limits.lacks` names them."""
+    """Features that its forward or backward lacks, as :func:`fastpack.backends.limits.lacks` names them."""
     no_window: int | None
     """The value that means "no limit" on the left of a window."""
 
@@ -50,7 +50,7 @@ GENERATIONS = (
 
 
 LONG = 768
-"""Sequences of at least this many tokens prefer generations 3 and 4 to fastpack's own kernel."""
+"""From this sequence length on, in tokens, generations 3 and 4 are preferred to fastpack's own kernel."""
 
 NOT_INSTALLED = "not installed"
 
@@ -77,7 +77,7 @@ def serving(shape: AttentionShape) -> Generation | None:
 
 
 def wins_on_long(shape: AttentionShape) -> bool:
-    """Return whether sequences are so long that a generation made for this GPU is faster than fastpack's own kernel.
+    """Return whether sequences are long enough for generation 3 or 4 to be faster than fastpack's own kernel.
 
     Measured on an H200, forward and backward in a recorded graph, in ms, fastpack's kernel / generation 4 (4.0.0b36)::
 
@@ -89,14 +89,14 @@ def wins_on_long(shape: AttentionShape) -> bool:
         1 of 8,192 and 20 of 100   5.2  / 3.4           1.6  / 0.86
     """
     tokens, longest = shape.total_tokens, shape.max_seqlen
-    # the sum over tokens of their own sequence's length, estimated from the longest and the mean length
+    # each token's sequence length, summed over all tokens; estimated from the longest and the mean length
     lengths = longest**2 + (tokens - longest) * (tokens / max(shape.num_sequences, 1))
     generation = serving(shape) if tokens and lengths >= LONG * tokens else None
     return generation is not None and generation.number > 2
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are."""
+    """Return ``[T, H, V]``; the kernel reads grouped key/value heads without repeating them."""
     generation = serving(call.shape)
     assert generation is not None
     window = call.visibility.window
@@ -165,7 +165,8 @@ def _installed(module: str) -> bool:
 
 @cached_constant
 def _import_error(module: str) -> str | None:
-    # It fails with a wheel for another torch or CUDA, or if 2 ships generation 4's source without its dependencies.
+    # The import fails if the wheel is for another torch or CUDA, or if generation 2's wheel ships generation 4's source
+    # without the dependencies.
     try:
         _function(module)
     except (ImportError, OSError, AttributeError) as error:

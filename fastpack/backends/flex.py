@@ -1,7 +1,7 @@
-"""FlexAttention, compiled, with a block mask that is built once a batch from the offsets.
+"""FlexAttention, compiled, with a block mask that is built once per batch from the offsets.
 
-Sources: Dong et al., "Flex Attention", arXiv:2412.05496 (blocks that need no mask are skipped or run in full);
-attention sinks are applied as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - sink)``.
+Sources: Dong et al., "Flex Attention", arXiv:2412.05496 (invisible blocks are skipped, and fully visible blocks run
+without a mask). Attention sinks are applied as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - sink)``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are."""
+    """Return ``[T, H, V]``; the kernel reads grouped key/value heads without repeating them."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     window = call.visibility.window
@@ -55,8 +55,8 @@ def run(call: AttentionCall) -> Tensor:
 def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
     """Build the ``BlockMask`` of packed causal attention by comparing ``(T / 128)^2`` blocks, never T x T tokens.
 
-    A block of queries sees the key blocks from the first key of its first token up to itself. A key block is full (it
-    needs no mask) if it begins at or after the first key of the query block's last token.
+    A query block sees key blocks from the first key that its first token sees up to its own block. A key block is full
+    (it needs no mask) if it begins at or after the first key that the query block's last token sees.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -77,7 +77,7 @@ def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
     full = (column < row) & (column * BLOCK >= first_key[last_token][:, None]) & whole[:, None]
     fields: dict[str, Any] = {}
     for kind, blocks_of_kind in (("", seen & ~full), ("full_", full)):
-        # from_kv_blocks would transpose them with vmap, which does not work inside an operator
+        # from_kv_blocks would transpose the blocks with vmap, which does not work inside an operator
         fields |= _ordered(f"{kind}kv", blocks_of_kind) | _ordered(f"{kind}q", blocks_of_kind.T)
     return BlockMask(
         **fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_mask_mod(packed.seq_idx[0], window), seq_lengths=(total, total)
@@ -85,7 +85,7 @@ def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
 
 
 def _ordered(side: str, blocks: Tensor) -> dict[str, Tensor]:
-    """Return how many blocks each row of blocks sees ``[1, 1, Q]``, and their indices in order ``[1, 1, Q, K]``."""
+    """Return the number of blocks that each row of blocks sees ``[1, 1, Q]``, and their indices ``[1, 1, Q, K]``."""
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
     return {f"{side}_num_blocks": count[None, None], f"{side}_indices": order[None, None].contiguous()}
@@ -106,7 +106,7 @@ def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:
 
 
 def _softcap(call: AttentionCall, limit: float) -> Callable[..., Tensor]:
-    # The limit is a tensor: compiled, a float would become symbolic, which inductor refuses in a score_mod.
+    # The limit is a tensor because torch.compile would make a float symbolic, and inductor refuses that in a score_mod.
     heads = call.q.shape[1]
     limits = call.packed.memo(("flex softcap", limit, heads), lambda: call.q.new_full((heads,), limit).float())
 
@@ -121,6 +121,6 @@ def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # dynamic: lengths change with every batch. fullgraph: if dynamo can't compile, or has compiled too often, it raises
-    # rather than run eagerly with T x T scores. Each window, softcap, dtype and head count compiles again, so that
-    # several models in a process exceed dynamo's limit of 8.
+    # rather than run eagerly with T x T scores. Each window, softcap, dtype and head count compiles again, so
+    # several models in one process would exceed dynamo's limit of 8.
     return compile_often(flex_attention, 64, dynamic=True, fullgraph=True)

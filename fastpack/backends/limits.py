@@ -1,4 +1,4 @@
-"""The limits of kernels: limits that several kernels share, and those of every build of FlashAttention-2."""
+"""Limits that several attention kernels share, and the limits of every FlashAttention-2 build."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def needs_cuda(shape: AttentionShape, minimum: tuple[int, int]) -> str | None:
 
 
 def lacks(shape: AttentionShape, kernel: str, *features: str) -> str | None:
-    """Return why a kernel without these features can't serve, or None.
+    """Return why a kernel without these features can't serve a shape, or None.
 
     Args:
         shape: the attention to compute.
         kernel: the kernel's name in the message.
-        *features: what the kernel lacks, of ``softcap``, ``attention sinks`` and ``dropout``.
+        *features: the features that the kernel lacks: any of ``softcap``, ``attention sinks`` and ``dropout``.
     """
     needed = {"softcap": shape.softcap is not None, "attention sinks": shape.sinks, "dropout": shape.dropout > 0}
     for feature in features:
@@ -51,7 +51,7 @@ def lacks(shape: AttentionShape, kernel: str, *features: str) -> str | None:
 
 
 def wrong_dtype(shape: AttentionShape, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Return why a kernel for these dtypes can't serve, or None."""
+    """Return why a kernel for these dtypes can't serve a shape, or None."""
     if shape.dtype in dtypes:
         return None
     *others, last, dtype = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, shape.dtype))
@@ -59,7 +59,7 @@ def wrong_dtype(shape: AttentionShape, dtypes: tuple[torch.dtype, ...]) -> str |
 
 
 def wrong_sizes(shape: AttentionShape, *, multiple: int = 1, least: int = 1, most: int | None = None) -> str | None:
-    """Return why a kernel with these limits on the sizes of keys and values can't serve, or None."""
+    """Return why a kernel with these limits on the sizes of keys and values can't serve a shape, or None."""
     sizes = (shape.head_dim, shape.value_dim)
     limit = None
     if sizes[0] % multiple or sizes[1] % multiple:
@@ -72,7 +72,10 @@ def wrong_sizes(shape: AttentionShape, *, multiple: int = 1, least: int = 1, mos
 
 
 def flash2_rejects(shape: AttentionShape) -> str | None:
-    """Return why a FlashAttention-2 varlen kernel can't serve, apart from softcap, sinks and dropout, or None."""
+    """Return why a FlashAttention-2 varlen kernel can't serve a shape, or None.
+
+    Softcap, sinks and dropout are not checked, since builds differ in them.
+    """
     why = needs_cuda(shape, (8, 0)) or wrong_dtype(shape, HALF_DTYPES)
     if why is not None:
         return why

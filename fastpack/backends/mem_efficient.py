@@ -1,4 +1,4 @@
-"""Torch's memory-efficient (CUTLASS) kernel with ``cu_seqlens``: what a T4 has, and float32 on any GPU."""
+"""Torch's memory-efficient (CUTLASS) kernel with ``cu_seqlens``: for older GPUs (T4), and for float32 on any GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Plain float32 attention, a sequence at a time: the definition that every other backend is measured against.
 
 It computes everything that an :class:`AttentionCall` can ask for, on any device, slowly. It takes queries in blocks, so
-that it holds scores of ``[block, keys]`` at once, never T x T.
+its scores are ``[block, keys]``, never T x T.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The table of attention backends.
 
 A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``. To add one, write a file in this folder and
-a row here, at its place in the order in which ``auto`` asks. :data:`TRACED` names the backends that ``torch.compile``
-knows; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names those that read lengths on the host. The docstring
-of ``patch`` and ``LIMITS`` of ``fastpack doctor`` list all backends.
+add a row to the table below, at the place where ``auto`` should try it. :data:`TRACED` names the backends that
+``torch.compile`` can trace; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names the backends that read lengths
+on the host. The docstring of ``patch``, and ``LIMITS`` of ``fastpack doctor``, list all backends.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Backend(Protocol):
 
     @property
     def SERVES(self) -> Collection[str]:
-        """The attributes of :class:`fastpack.backends.call.Visibility` that the backend serves."""
+        """The attributes of :class:`fastpack.backends.call.Visibility` that this backend supports."""
 
     def run(self, call: AttentionCall, /) -> Tensor:
-        """Return ``[T, H, V]``: the attention of each token over the keys that ``call.visibility`` describes."""
+        """Return ``[T, H, V]``: each token's attention over the keys that ``call.visibility`` describes."""
 
     def rejects(self, shape: AttentionShape, /) -> str | None:
-        """Return why this backend can't serve, visibility aside, or None if it can."""
+        """Return why this backend can't serve a shape, or None. The caller checks the visibility."""
 
 
-# In order of preference: `auto` takes the first that does not reject.
+# In order of preference: `auto` takes the first backend that does not reject the shape.
 BACKENDS: dict[str, Backend] = {
     "flash_attn": flash_attn,
     "torch_varlen": torch_varlen,
@@ -55,7 +55,7 @@ BACKENDS: dict[str, Backend] = {
 }
 
 TRACED = ("torch_varlen",)
-"""Backends that are torch's own operators, which ``torch.compile`` knows: compiled, ``auto`` prefers them."""
+"""Torch's own operators, which ``torch.compile`` can trace. In a compiled region ``auto`` tries them first."""
 
 
 def why_not(name: str, shape: AttentionShape) -> str | None:
@@ -64,7 +64,10 @@ def why_not(name: str, shape: AttentionShape) -> str | None:
 
 
 def in_order(shape: AttentionShape) -> list[str]:
-    """Return names in the order in which ``auto`` tries them: the table's, with our kernel where it is faster."""
+    """Return the backends' names in the order in which ``auto`` tries them.
+
+    It is the table's order, except that fastpack's own kernel moves up where it is faster.
+    """
     names = list(BACKENDS)
     if triton_packed.wins(shape):
         names.remove("triton_packed")

@@ -1,8 +1,9 @@
-"""Torch's scaled_dot_product_attention, a run of equally long sequences at a time: what a CPU or an Apple chip uses.
+"""Torch's scaled_dot_product_attention, a run of equally long sequences at a time: for CPUs and Apple chips.
 
-It needs no padding and no varlen kernel: neighbouring sequences of one length share a call, as a batch. If a window is
-shorter than a sequence, queries are taken in blocks, each with a band mask of at most ``[block, block + window]``. Long
-sequences for which torch has no fused kernel are taken in blocks too, so that only one block's scores exist at once.
+It needs no padding and no varlen kernel: neighbouring sequences of equal length share a call, as a batch. If a window
+is shorter than a sequence, queries are taken in blocks, each with a band mask of at most ``[block, block + window]``.
+Long sequences for which torch has no fused kernel are taken in blocks too, so that only one block's scores exist at
+once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def run(call: AttentionCall) -> Tensor:
 def _has_fused_kernel(call: AttentionCall) -> bool:
     if call.dropout or call.q.shape[2] != call.v.shape[2]:
         return False
-    # on a GPU, only FlashAttention reads grouped heads as they are, and only in half precision
+    # on a GPU, only FlashAttention reads grouped heads without repeating them, and only in half precision
     return call.q.device.type != "cuda" or call.groups == 1 or call.q.dtype in HALF_DTYPES
 
 

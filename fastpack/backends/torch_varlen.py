@@ -21,7 +21,7 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are."""
+    """Return ``[T, H, V]``; the kernel reads grouped key/value heads without repeating them."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = call.visibility.window
@@ -42,7 +42,7 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def grouped_heads(grouped: bool) -> dict[str, Any]:
-    """Return the keyword that announces grouped key/value heads, if there are any and this torch asks for it."""
+    """Return the keyword argument for grouped key/value heads, or no keyword if this torch or call needs none."""
     return {"enable_gqa": True} if grouped and _asks_for_groups() else {}
 
 

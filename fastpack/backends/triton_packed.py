@@ -48,7 +48,7 @@ def wins(shape: AttentionShape) -> bool:
         16 with 3,844 tokens in all    0.21 / 0.46 / 0.43    0.08 / 0.15 / 0.14
         1 of 8,192                     5.2  / 6.5  / 6.1     1.5  / 1.8  / 1.7
 
-    It was compared with torch's kernel at 17 other counts of heads too.
+    It was compared with torch's kernel at 17 other numbers of heads, too.
     """
     capability = cuda_capability(shape)
     plain = shape.softcap is None and not shape.sinks and shape.dtype in HALF_DTYPES
@@ -56,7 +56,7 @@ def wins(shape: AttentionShape) -> bool:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are, and lengths only on the device."""
+    """Return ``[T, H, V]``; the kernel doesn't repeat grouped key/value heads, and reads lengths only on the device."""
     from fastpack.ops.kernels.attention import Scores, readable
 
     q, k, v = (readable(t) for t in (call.q, call.k, call.v))
@@ -74,7 +74,7 @@ def _installed() -> bool:
 
 
 class _TritonPacked(torch.autograd.Function):
-    """The kernels' forward and backward. It saves the result and each row's log-sum-exp, and recomputes weights."""
+    """The kernels' forward and backward, which saves the result and log-sum-exps, and recomputes attention weights."""
 
     @staticmethod
     def forward(
@@ -89,7 +89,7 @@ class _TritonPacked(torch.autograd.Function):
     ) -> Tensor:
         from fastpack.ops.kernels import attention
 
-        # the gradient of a sink sums over all tokens, so that a rounded result would lose its small terms
+        # the gradient of a sink is a sum over all tokens: computed from a rounded result, it would lose small terms
         exact = torch.float32 if ctx.needs_input_grad[3] else None
         out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows)
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows)
@@ -112,7 +112,7 @@ class _TritonPacked(torch.autograd.Function):
         if of_keys:
             dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, **shared)
         if sinks is not None and needed[3]:
-            # a sink's weight times (its weight's gradient, which is zero, less delta), summed once in float32
+            # a sink's weight times (0 - delta), since the sink carries no value; summed once, in float32
             weight = torch.exp2(sinks.float() * attention.LOG2E - lse)
             dsinks = (weight * delta).sum(0).neg().to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None

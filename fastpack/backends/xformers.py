@@ -18,7 +18,7 @@ from fastpack.utils.versions import install_command
 SERVES = ("window",)
 
 RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
-"""The library that xformers' wheel links to, and the package that ships it: torch for CUDA 13 ships another version."""
+"""The library that xformers' wheel links to, and its package: torch for CUDA 13 ships another version of it."""
 
 
 def rejects(shape: AttentionShape) -> str | None:
@@ -71,7 +71,8 @@ def _unusable() -> str | None:
         from xformers.ops.fmha import common
     except (ImportError, OSError) as error:
         return f"xformers does not import with torch {torch.__version__}: {error}"
-    # Its wheels hold kernels for one torch and CUDA only. With others, each call says "wasn't build with CUDA support".
+    # A wheel holds kernels for one torch and CUDA version only. With other versions each call raises
+    # "wasn't build with CUDA support".
     if getattr(common, "_built_with_cuda", True):
         return None
     if not _lacks_runtime():
@@ -86,7 +87,7 @@ def _unusable() -> str | None:
 
 
 def _load_runtime() -> None:
-    """Load the library that xformers links to, before xformers is imported, if the linker does not find it."""
+    """Load the library that xformers links to if the linker can't find it; call this before importing xformers."""
     try:
         ctypes.CDLL(RUNTIME)
     except OSError:
@@ -107,7 +108,7 @@ def _runtime_path() -> Path | None:
 
 
 def _lacks_runtime() -> bool:
-    """Return whether xformers failed to load its kernels, when it was imported, because that library was missing."""
+    """Return whether xformers, at import, could not load its kernels because :data:`RUNTIME` was missing."""
     from xformers import _cpp_lib
 
     error: BaseException | None = getattr(_cpp_lib, "_cpp_library_load_exception", None)

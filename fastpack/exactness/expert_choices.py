@@ -1,9 +1,9 @@
-"""Record which experts each token takes in one pass, and replay these choices in another.
+"""Record which experts each token chooses in one pass, and replay these choices in another pass.
 
 A choice flips with rounding, and every later number changes with it. So two passes can be compared only if both choose
 the same experts. Routers choose with ``torch.topk``, with ``max`` over a dimension, and by comparing scores. A replay
-makes these functions return the recorded indices and bools, with the values that the new pass has there, so that the
-gradients are those of the new pass.
+makes these functions return the recorded indices and bools. The values at these indices come from the new pass, and so
+do the gradients.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
     """Record the choices of these modules inside a ``with`` block.
 
-    The passes inside run over one sequence after the other, or over all at once.
+    The passes inside the block run over one sequence after another, or over all sequences at once.
 
     Yields:
         A function that returns the choices, to be called after the passes.
@@ -61,12 +61,12 @@ def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
 def replayed(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
     """Make these modules repeat recorded choices inside a ``with`` block.
 
-    The passes inside run over the same tokens in the same order. Each pass may cover some of the tokens: it begins
-    where the pass before it ended. After the last token it begins again at the first, in the next pass or where
-    checkpointing runs a forward again.
+    The passes inside the block run over the same tokens in the same order. A pass may cover only some of the tokens;
+    the next pass then begins at the token after them. After the last token, the choices begin again at the first token:
+    in the next pass, or when checkpointing runs a forward again.
 
     Raises:
-        ValueError: A module chooses for other tokens, or more often, than was recorded.
+        ValueError: A module makes a choice that was not recorded: for other tokens, or one choice too many.
     """
     with _inside(modules, [_Player(each) for each in choices]):
         yield
@@ -83,7 +83,7 @@ def _inside(modules: Sequence[nn.Module], modes: Sequence[_Recorder]) -> Iterato
 
 
 class _Recorder(TorchFunctionMode):
-    """A recorder of one module's choices among floating-point numbers, by forward."""
+    """A recorder of one module's choices among floating-point numbers, one list for each forward."""
 
     def __init__(self) -> None:
         """Start without any choices."""
@@ -124,15 +124,15 @@ class _Player(_Recorder):
         self.calls, self.start, self.index = calls, 0, 0
 
     def choose(self, function: Any, scores: Tensor, run: Callable[[], Any]) -> Any:
-        """Return the recorded choice, with the values of these scores."""
+        """Return the recorded choice, with values from these scores."""
         if not self.calls:
-            raise ValueError(f"a choice among scores of {tuple(scores.shape)}, where none was recorded")
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)}, but no choice was recorded here")
         all_tokens = self.calls[self.index]
         end = self.start + len(scores)
         choice = all_tokens[self.start : end]
         if choice.ndim != scores.ndim or choice.shape[:-1] != scores.shape[:-1]:
-            expected = f"those from {self.start} on of {tuple(all_tokens.shape)}"
-            raise ValueError(f"a choice among scores of {tuple(scores.shape)} can't repeat {expected}")
+            expected = f"the recorded choice of {tuple(all_tokens.shape)} from token {self.start} on"
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)} can't repeat {expected}: shapes differ")
         self.index += 1
         if self.index == len(self.calls):
             self.index, self.start = 0, end % len(all_tokens)

@@ -1,8 +1,8 @@
-"""The settings of tiny configs that :mod:`fastpack.exactness.tiny` has no general rule for, by family.
+"""Settings of tiny configs, by family, that the general rules in :mod:`fastpack.exactness.tiny` don't cover.
 
-:data:`NEEDS`, by a config's ``model_type``, holds shapes that depend on each other: every small config has them.
-:data:`TRAITS`, by the name in the causal-LM mapping, holds traits that the default config leaves out; a user's config
-has its own.
+:data:`NEEDS`, by a config's ``model_type``, holds shapes that depend on each other. Every small config gets them.
+:data:`TRAITS`, by the name in the causal-LM mapping, holds traits that the default config leaves out. A small copy of a
+user's config doesn't get them: it keeps the user's traits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ STATE = 16
 WINDOW = 8
 POSITIONS = 256
 BEYOND = 16
-"""The length in tokens beyond which RoPE is scaled, where it is."""
+"""The length in tokens beyond which RoPE is scaled, if a family scales it."""
 INDEX_HEADS = 32
-"""An indexer sums scores, clipped at 0, over its heads. With few heads several keys score exactly 0, and the sort would
-decide which of them is kept."""
+"""The number of heads of an indexer, which sums scores, clipped at 0, over its heads. With few heads, several keys
+would score exactly 0, and the sort would decide which of these keys is kept."""
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
@@ -37,9 +37,9 @@ STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic"
 MIXED = layers(SLIDING, FULL, SLIDING, FULL)
 MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
-"""For families whose sdpa in transformers 5.17 drops the softcap, or is not causal, and is no oracle."""
+"""For families whose sdpa attention in transformers 5.17 can't be the oracle: it drops the softcap or is not causal."""
 ONE_CODEBOOK: dict[str, Any] = {"num_codebooks": 1}
-"""With one codebook rows are sequences; with more, the model sums four rows of ids into one."""
+"""With one codebook, each row of ids is a sequence; with several, the model sums several rows of ids into one."""
 
 GEMMA4_EXPERTS: dict[str, Any] = {
     **MIXED,
@@ -51,7 +51,7 @@ GEMMA4_EXPERTS: dict[str, Any] = {
 }
 GEMMA4_UNIFIED: dict[str, Any] = {**MIXED, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 LLAMA4: dict[str, Any] = {
-    "num_hidden_layers": 4,  # three in chunks with RoPE, one over everything without
+    "num_hidden_layers": 4,  # three attend in chunks with RoPE, one attends to all tokens without RoPE
     "interleave_moe_layer_step": 2,
 }
 DOTS3: dict[str, Any] = {
@@ -70,7 +70,7 @@ QWEN4: dict[str, Any] = {
     "indexer_head_dim": HEAD_DIM,
     "indexer_budget": WINDOW,
     "indexer_compress_ratio": 2,
-    "ple_layer_ids": [1],  # n-grams of token ids, which look past a sequence's first token
+    "ple_layer_ids": [1],  # n-grams of token ids, which reach back beyond a sequence's first token
     "heads_per_ngram": 2,
     "ngram_vocab_size_base": 50,
     "make_ngram_vocab_size_divisible_by": 4,
@@ -83,8 +83,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "num_random_blocks": 1,
     },  # a row of up to 28 tokens switches the model to full attention for good
     "blt": {
-        "use_cache": False,  # its own default fails: a cache is made from a config without layers
-        "patching_threshold": 3.85,  # random weights predict badly: the default's patches are all of one byte
+        "use_cache": False,  # the default fails: it makes a cache from a config without layers
+        "patching_threshold": 3.85,  # with random weights, the default makes every patch one byte long
         "encoder_hash_byte_group_vocab": 101,
         "encoder_config": {"num_key_value_heads": HEADS},
         "decoder_config": {"num_key_value_heads": HEADS},
@@ -108,7 +108,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "got_ocr2": {"vision_config": {"image_size": 64, "mlp_dim": FFN, "output_channels": HEAD_DIM}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "jamba": {
-        "num_hidden_layers": 4,  # each of the two mixers with experts and without
+        "num_hidden_layers": 4,  # both mixers, each with experts and without
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
         "expert_layer_period": 3,
@@ -133,9 +133,9 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },
     "vaultgemma": EAGER,
     "xlstm": {
-        "hidden_size": 2 * HIDDEN,  # queries are rounded up to 64 in all
+        "hidden_size": 2 * HIDDEN,  # the width of all queries is rounded up to a multiple of 64
         "embedding_dim": 2 * HIDDEN,
-        "use_cache": False,  # a cache is written in place, and rows longer than a chunk have no backward
+        "use_cache": False,  # the cache is written in place, so rows longer than a chunk have no backward
     },
     "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "n_mamba_heads": 2},
 }
@@ -208,7 +208,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
 }
 """Traits of a family that its default config does not show."""
 
-DRAFT = "a draft head: its forward wants the hidden states, keys and values of the model that it drafts for"
+DRAFT = "a draft head: its forward needs the hidden states, keys and values of the model that it drafts for"
 NOT_BUILT: Mapping[str, str] = {
     "gemma3n": "its image tower is timm's, which fastpack does not install; gemma3n_text has the same language model",
     "gemma4_assistant": DRAFT,

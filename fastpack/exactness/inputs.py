@@ -1,4 +1,4 @@
-"""Batches of some sequences, one for every way in which fastpack is told where each sequence ends.
+"""Batches of the same sequences, one for each way to tell fastpack where a sequence ends.
 
 Batches are on the CPU unless a function says otherwise. ``input_ids``, ``labels`` and masks are int64.
 """
@@ -16,16 +16,16 @@ from fastpack.exactness.tiny import plain_tokens
 from fastpack.utils.signatures import accepted
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
-"""A single token, two sequences of one length, and one longer than the windows and chunks of a tiny config."""
+"""Lengths in tokens: a single token, two equal lengths, and one longer than a tiny config's windows and chunks."""
 
 
 def make_sequences(lengths: Sequence[int] = LENGTHS, draw: int = 0) -> list[Tensor]:
-    """Return random ids of these lengths, int64, without special tokens of a tiny config."""
+    """Return sequences of random ids, int64, with these lengths and without a tiny config's special tokens."""
     return [plain_tokens(1, length, seed=len(lengths) * draw + i)[0] for i, length in enumerate(lengths)]
 
 
 def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
-    """Return ``input_ids``, ``attention_mask`` and ``labels``, a row a sequence, and one row of padding only.
+    """Return ``input_ids``, ``attention_mask`` and ``labels``: one row per sequence, and one row of padding only.
 
     ``side`` is ``right``, ``left`` or ``both``.
     """
@@ -46,7 +46,7 @@ def single(model: nn.Module, ids: Tensor) -> dict[str, Any]:
 
 
 def flat(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return ``input_ids`` ``[1, T]`` and equal labels, as a user's own loop would pass them."""
+    """Return ``input_ids`` ``[1, T]`` and equal labels, as in a user's own training loop."""
     ids = torch.cat(list(sequences))[None]
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -57,14 +57,14 @@ def packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def rows_of(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return ``input_ids`` and ``attention_mask``, a row a sequence, padded on the right, on the sequences' device."""
+    """Return ``input_ids`` and ``attention_mask``, one row per sequence, padded right, on the sequences' device."""
     ids = pad_sequence(list(sequences), batch_first=True)
     mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def taken_for_one(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the control: the same tokens as one sequence, in which each sees all earlier ones."""
+    """Return the control: the same tokens as one sequence, in which each token sees all earlier tokens."""
     return packed([torch.cat(list(sequences))])
 
 

@@ -1,11 +1,12 @@
-"""Compare a model, fed with every kind of batch, with its sequences alone: logits, and every parameter's gradient.
+"""Compare a model's logits and gradients on every kind of batch with those of each sequence alone.
 
 The oracle is the stock model on each sequence alone; :mod:`fastpack.exactness.rule` sets the bounds. In float32 the
-reference is the model itself, and a float64 copy tells how far off it is. In half precision the reference is a float32
+reference is the stock model itself, and a float64 copy measures its error. In half precision the reference is a float32
 copy, over several draws of tokens, and the model is made to choose the experts that the copy chooses.
 
-Half precision proves something only if a model's rounding stays small. A model that is far from its own float32, or
-chooses experts in modules that no row names, is proved in float32 instead, on the same device and with the same heads.
+Half precision proves something only if a model's rounding errors stay small. Two kinds of models are proved in float32
+instead, on the same device and with the same heads: a model that is far from its float32 copy, and a model that chooses
+experts in modules that its family's row doesn't name.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from fastpack.utils.protocols import ModelLike
 DRAWS = 3
 """The number of draws of tokens, in half precision."""
 STEADY = 0.1
-"""The largest error of the stock model in half precision with which a comparison proves something."""
+"""The largest error of the stock model in half precision. With a larger error, a comparison would prove nothing."""
 CHOOSES = ("expert", "router", "moe", "topk", "indexer")
 """Words in the names of modules that choose experts or tokens."""
 LEAKS = 1e-2
-"""The least error of the control, which sees all earlier tokens of other sequences."""
+"""The least error of the control, in which tokens see all earlier tokens of other sequences."""
 
 
 def checkpointings(model: ModelLike) -> tuple[bool, ...]:
-    """Return the kinds of checkpointing that a model has, as ``use_reentrant``: False, and mostly True."""
+    """Return the values of ``use_reentrant`` that a model supports in checkpointing: False, and in most models True."""
     if not model.supports_gradient_checkpointing:
         return ()
     family = FAMILIES.get(model.config.model_type)
@@ -43,14 +44,14 @@ def checkpointings(model: ModelLike) -> tuple[bool, ...]:
 
 
 def weighted_sum(_: Any, logits: Tensor, start: int, total: int) -> Tensor:
-    """Return a sum of logits ``[L, V]``, with fixed weights for the tokens from ``start`` on, of ``total``."""
+    """Return a weighted sum of logits ``[L, V]``, by the fixed weights of tokens from ``start`` on, of ``total``."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
     return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
 
 
 Objective = Callable[[Any, Tensor, int, int], Tensor]
-"""A function that makes a loss of a model's outputs, with the arguments of :func:`weighted_sum`."""
+"""A function that computes a loss from a model's outputs, with the arguments of :func:`weighted_sum`."""
 
 
 def run_alone(
@@ -61,7 +62,7 @@ def run_alone(
     Args:
         model: The stock model.
         sequences: Token ids, each ``[L]``, on any device.
-        loss_of: Makes the loss of the outputs.
+        loss_of: Computes the loss from the outputs.
         **kwargs: Further arguments of the model.
     """
     return _run(model, [(single(model, ids), [ids]) for ids in sequences], loss_of, kwargs)
@@ -74,7 +75,7 @@ def run_batch(
     loss_of: Objective = weighted_sum,
     **kwargs: Any,
 ) -> Result:
-    """Run a model forwards and backwards on a batch of these sequences, without its labels."""
+    """Run a model forwards and backwards on a batch of these sequences. The batch's labels are left out."""
     return _run(model, [(batch, sequences)], loss_of, kwargs)
 
 
@@ -84,7 +85,7 @@ def _run(
     loss_of: Objective,
     kwargs: Mapping[str, Any],
 ) -> Result:
-    """Run a model on one batch after the other, each with its sequences; losses and gradients add up."""
+    """Run a model on one batch after another, each given with its sequences; losses and gradients add up."""
     device = next(model.parameters()).device
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
@@ -106,7 +107,7 @@ def _run(
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """The results of each sequence alone, the bound of a batch's error, and the precision in which it is proved.
+    """The results of each sequence alone, the bound of a batch's error, and the dtype of the proof.
 
     Attributes:
         draws: The sequences of each draw of tokens.
@@ -114,7 +115,7 @@ class Oracle:
         bound: The largest error allowed.
         dtype: The dtype of the proof.
         routers: The names of the classes that choose experts.
-        choices: The experts chosen in each draw, which a batch is made to choose, too.
+        choices: The experts chosen in each draw. Batches of the draw are made to choose the same experts.
         finer: The results of a copy in float64, if ``results`` are in float32.
     """
 
@@ -135,7 +136,7 @@ class Oracle:
             dtype: The dtype to prove the model in, if that is possible.
             routers: The names of the classes that choose experts.
 
-        Raises what building or running the stock model in float32 raises.
+        Errors from building or running the stock model in float32 are raised unchanged.
         """
         if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
             return oracle
@@ -144,7 +145,7 @@ class Oracle:
 
     @classmethod
     def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor], in_float64: Callable[[], nn.Module]) -> Oracle:
-        """Make the oracle of a stock model in float32; a copy in float64 tells how far off the model is."""
+        """Make the oracle of a stock model in float32; a copy in float64 measures the model's error."""
         alone = run_alone(model, sequences)
         try:
             wide = run_alone(in_float64(), sequences)
@@ -157,10 +158,10 @@ class Oracle:
     def _of_half(
         cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str]
     ) -> Oracle | None:
-        """Make an oracle of a float32 copy's results.
+        """Make an oracle from a float32 copy's results.
 
         Returns:
-            None if the model chooses experts in unknown modules, is far off, or can't run in this dtype.
+            The oracle; None if the model chooses experts in unknown modules, is far off, or can't run in this dtype.
         """
         model = build(dtype)
         wide = _finer(build, model, torch.float32)
@@ -184,7 +185,7 @@ class Oracle:
     def prove(self, model: ModelLike) -> Verification:
         """Run a model on every kind of input, with each kind of checkpointing that it has, and the control.
 
-        The model has to know of its batches' packing, as a patched one does, and to be in training mode.
+        The model must understand packed batches, as a patched model does, and must be in training mode.
         """
         errors = {kind: self.error(model, make).of_tensors for kind, make in INPUT_KINDS.items()}
         for reentrant in checkpointings(model):
@@ -209,7 +210,7 @@ class Oracle:
         return Verification.of(model, self.dtype, checks)
 
     def error(self, model: nn.Module, make: Callable[[Sequence[Tensor]], Mapping[str, Any]]) -> Error:
-        """Return the errors of batches made of the draws' sequences against these sequences alone."""
+        """Return the errors of batches, made from each draw's sequences, against these sequences alone."""
         choosers = choosers_of(model, self.routers)
         results: list[Result] = []
         for sequences, choices in zip(self.draws, self.choices, strict=True):
@@ -219,7 +220,7 @@ class Oracle:
 
 
 def _finer(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a model of the same weights, built in a finer dtype."""
+    """Return a copy of a model, with the same weights, built in a finer dtype."""
     finer: Any = build(dtype)
     with torch.no_grad():
         for parameter, source in zip(finer.parameters(), model.parameters(), strict=True):

@@ -1,6 +1,6 @@
 """Run a user's model on tokens that are all different, and join the results of several passes.
 
-Nothing is left on the model: gradients are returned, not accumulated. Those of large weights are kept as sketches.
+Nothing is left on the model: gradients are returned, not accumulated. Gradients of large weights become sketches.
 
 Shape suffixes: T tokens, V vocabulary, H hidden size.
 """
@@ -22,17 +22,17 @@ from fastpack.exactness.rule import Result
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
 SKETCH = 1 << 16
-"""The size of a sketch. A gradient with more elements is kept as so many sums of its elements under random signs, which
-keep its norm, and norms of differences, to within a percent."""
+"""The number of elements of a sketch. A larger gradient is replaced by this many sums of its elements, with random
+signs. These sums keep the gradient's norm, and norms of differences, to within a percent."""
 
 
 ENTERING = 4096
-"""The number of each token's logits that are summed. Over a larger vocabulary the head's own sums round by more than
-1e-5."""
+"""The number of logits that are summed for each token. Over a larger vocabulary, the head's own sums would round by
+more than 1e-5."""
 
 
 def mean(passes: Sequence[Result]) -> Result:
-    """Return the mean of passes over the same tokens."""
+    """Return the mean of several passes over the same tokens."""
     averaged: Result = tree_map(lambda *tensors: torch.stack(tensors).mean(0), *passes)
     return averaged
 
@@ -51,7 +51,7 @@ def joined(passes: Sequence[Result]) -> Result:
 
 
 def without(result: Result, tokens: slice) -> Result:
-    """Return a pass's results for all other tokens, without gradients of weights, which are those of all tokens."""
+    """Return a pass's results without these tokens, and without weights' gradients, to which all tokens contribute."""
     rows = [result.logits[0], result.embeddings]
     logits, embeddings = (torch.cat([each[: tokens.start], each[tokens.stop :]]) for each in rows if each is not None)
     return Result([logits], result.loss, {}, embeddings)
@@ -59,18 +59,18 @@ def without(result: Result, tokens: slice) -> Result:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A run of a model on tokens that are all different, so that each can be told by its id.
+    """A run of a model on tokens that are all different, so that an id identifies a token.
 
     Attributes:
         model: The model.
-        embedding: Its embedding of tokens, whose outputs are watched.
+        embedding: Its token embedding, whose outputs a hook records.
         lengths: The number of tokens of each sequence.
-        ids: The ids that are run, one sequence behind the other, and then those that replace one sequence's.
-        place: ``[vocabulary]``: the place of each id among these, -1 for all others.
+        ids: The ids of all sequences, one sequence after another, and then the ids that can replace one sequence's.
+        place: ``[vocabulary]``: the index of each id in ``ids``, or -1.
         seed: The seed of the tokens.
-        trained: The names and weights of everything that gets a gradient.
-        stream: The dtypes of the embeddings so far.
-        casts: The dtypes of the autocasts that passes ran under.
+        trained: The weights that get a gradient, by name.
+        stream: The dtypes of the embeddings in all passes so far.
+        casts: The dtypes of the autocasts under which passes ran.
     """
 
     model: nn.Module
@@ -85,7 +85,7 @@ class Probe:
 
     @classmethod
     def of(cls, model: nn.Module, backbone: ModelLike, lengths: Sequence[int], seed: int) -> Probe:
-        """Choose the tokens.
+        """Choose the tokens and return a probe.
 
         Raises:
             PatchError: The model embeds ids in several tables, or its vocabulary is too small.
@@ -94,7 +94,7 @@ class Probe:
         weight = getattr(embedding, "weight", None)
         if not isinstance(weight, Tensor):
             raise PatchError(
-                f"verify tells tokens by their ids in one embedding table; this model has a {type(embedding).__name__}."
+                f"verify identifies tokens by their ids in one table, but this model uses {type(embedding).__name__}."
             )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(weight.shape[0], generator=generator)
@@ -102,7 +102,7 @@ class Probe:
         count = sum(lengths) + max(lengths)
         if len(plain) < count:
             raise PatchError(
-                f"verify needs {count} different tokens, this vocabulary has {len(plain)}: pass shorter lengths."
+                f"verify needs {count} different tokens, but this vocabulary has {len(plain)}: pass shorter lengths."
             )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         ids = plain[:count].to(weight.device)
@@ -126,9 +126,9 @@ class Probe:
 
         Args:
             batch: ``input_ids``, with a mask if there is padding.
-            at: The number of tokens that come before these.
-            nudge: How far to move each token's embedding, the same wherever the token stands, and each gradient of a
-                logit. None moves nothing.
+            at: The number of the probe's tokens that come before this batch's.
+            nudge: How far to move each token's embedding, and the gradient of each logit. A token's moves do not depend
+                on its place in the batch. None moves nothing.
         """
         embedded: list[tuple[Tensor, Tensor]] = []
 
@@ -159,18 +159,18 @@ class Probe:
         return Result([real.detach().float()], total.detach(), sketches, tokens)
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
-        """Return the gradients of each token's first logits, the same for every pass with one nudge."""
+        """Return the gradient of each token's first logits, the same for all passes with the same nudge."""
         shape = (len(self.ids), ENTERING)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
         return drawn if nudge is None else moved_by(drawn, nudge.steps(shape), nudge.dtype)
 
     def _moved(self, embeddings: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
         table = nudge.steps((len(self.ids) + 1, embeddings.shape[-1]))
-        table[-1] = 0  # the row of padding, whose place is -1
+        table[-1] = 0  # the row for padding, whose place is -1
         return moved_by(embeddings, table[self.place[ids].cpu()], nudge.dtype)
 
     def _sketch(self, weight: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return a gradient, flat in float32, or sums of its elements under signs that are the same in each pass."""
+        """Return a flat float32 gradient, or its sketch. The signs of a sketch are the same in each pass."""
         size = weight.numel()
         if gradient is None:
             return torch.zeros(min(size, SKETCH), device=weight.device)
@@ -185,7 +185,7 @@ class Probe:
     def _by_token(
         self, batch: dict[str, Any], embedded: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
     ) -> Tensor:
-        """Return the gradients of the tokens' embeddings, in order, whatever rows the tokens were in."""
+        """Return the gradients of the tokens' embeddings in the tokens' order, whichever rows held them."""
         ids = unpadded(batch["input_ids"].flatten(), batch)
         width = embedded[0][1].shape[-1]
         total = torch.zeros(len(self.ids), width, device=ids.device)
@@ -194,15 +194,15 @@ class Probe:
                 at = self.place[token_ids.flatten()]
                 if bool((at < 0).any()):
                     raise PatchError(
-                        "verify tells tokens by their ids, and this model embeds others beside the batch's (learnt "
-                        "prompts)."
+                        "verify identifies tokens by their ids, but this model embeds ids that are not in the batch "
+                        "(learnt prompts)."
                     )
                 total.index_add_(0, at, gradient.float().reshape(-1, width))
         return total[self.place[ids]]
 
 
 def _special_tokens(config: ConfigLike) -> list[int]:
-    """Return the ids of padding, of ends of texts (a list in Llama 3), of images and the like."""
+    """Return the ids of special tokens: padding, the end of a text (a list in Llama 3), images and the like."""
     named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
     return [i for i in flat if isinstance(i, int)]
@@ -210,14 +210,14 @@ def _special_tokens(config: ConfigLike) -> list[int]:
 
 @dataclass(frozen=True)
 class Nudge:
-    """A move of some values: by how many roundings each element is moved.
+    """A small random move of each element of a tensor, counted in roundings.
 
     Attributes:
-        seed: The seed of the numbers, which are the same for all passes that are compared.
+        seed: The seed of the random numbers. All passes that are compared use the same seed.
         dtype: The dtype whose roundings count.
-        spread: The largest number of roundings, in either direction. It has to be large enough that everything computed
-            from the values is rounded anew.
-        share: The share of the elements that are moved by one more rounding, in either direction.
+        spread: The largest number of roundings, in either direction. It must be large enough that everything computed
+            from the values rounds differently.
+        share: The share of the elements that move by one more rounding, in either direction.
     """
 
     seed: int
@@ -234,6 +234,6 @@ class Nudge:
 
 
 def moved_by(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values, each moved by so many roundings of a dtype; gradients pass through."""
-    step = 0.75 * torch.finfo(dtype).eps * values.detach().abs().float()  # reaches the neighbour from anywhere
+    """Return the values, each moved by its number of roundings in a dtype; gradients pass through."""
+    step = 0.75 * torch.finfo(dtype).eps * values.detach().abs().float()  # reaches the next number from any value
     return values + (steps.to(values.device) * step).to(values.dtype)

@@ -4,12 +4,12 @@ In float32 and float64 the error of a tensor is max|difference| / max|reference|
 least 1e-3 of the largest gradient in the model. The bound is :data:`FULL_BOUND`, or more if the stock model itself is
 off by more.
 
-In half precision a maximum is luck. There the error is a 2-norm, |difference| / |reference|, and the median of several
-draws of tokens. The bound is :data:`FACTOR` times the stock model's own error. That is measured against a copy in
-float32 if one is cheap, else between two stock runs that differ in rounding alone.
+In half precision a maximum depends on luck. So the error is |difference| / |reference| in 2-norms, and of several draws
+of tokens the median counts. The bound is :data:`FACTOR` times the stock model's own error. This own error is measured
+against a float32 copy if a copy is cheap, else between two stock runs that differ in rounding alone.
 
-Every comparison has a control that must be off by at least :data:`CONTROL` times the bound. If it isn't, an error
-would not be seen, and the verdict is that nobody can tell.
+Every comparison has a control that must be off by at least :data:`CONTROL` times the bound. If a control
+is off by less, a real error could go unseen, and the verdict is "can't tell".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bound_of(own: float, dtype: torch.dtype) -> float:
     """Return the bound of a pass's error.
 
     Args:
-        own: The stock model's own error in this precision, measured as the pass's is.
+        own: The stock model's own error in this precision, measured in the same way as the pass's error.
         dtype: The least precise dtype that the model computes in. In half precision the bound is at least one rounding.
     """
     least = torch.finfo(dtype).eps / 2 if is_half(dtype) else FULL_BOUND
@@ -49,7 +49,7 @@ def is_half(dtype: torch.dtype) -> bool:
 
 
 def worst(values: Iterable[float]) -> float:
-    """Return the largest value; infinity if one is NaN, or if there is none, since nothing was compared."""
+    """Return the largest value, or infinity if a value is NaN or there are no values: nothing was compared."""
     return max((math.inf if value != value else value for value in values), default=math.inf)
 
 
@@ -105,17 +105,17 @@ class Error:
 
 
 def compare(result: Result, true: Result, *, half: bool = False) -> Error:
-    """Return the errors of one pass against another: see :func:`compare_draws`."""
+    """Return the errors of one pass against a reference pass, as :func:`compare_draws` does."""
     return compare_draws([result], [true], half=half)
 
 
 def compare_draws(results: Sequence[Result], true: Sequence[Result], *, half: bool) -> Error:
-    """Return the errors of passes against others: for each kind the worst tensor, by the median of the draws.
+    """Return the errors of passes against reference passes: per kind of tensor, the largest median over the draws.
 
     Args:
         results: A pass for each draw of tokens.
         true: The passes to compare them with.
-        half: Whether to measure 2-norms, as for half precision, which one token hardly moves; else the largest
+        half: True measures 2-norms, for half precision: one token hardly moves them. False measures the largest
             differences.
     """
     size: Size = torch.linalg.vector_norm if half else largest
@@ -132,13 +132,13 @@ def compare_draws(results: Sequence[Result], true: Sequence[Result], *, half: bo
 def errors_of(
     tensors: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size, least: float
 ) -> dict[str, float]:
-    """Return the relative error of each tensor; a tensor that one side lacks is zero there.
+    """Return the relative error of each tensor. A tensor that one side lacks counts as zero there.
 
     Args:
         tensors: Tensors by name.
         true: The tensors to compare them with.
         size: The norm to measure.
-        least: A floor of the reference's size, as a share of the largest size in ``true``.
+        least: The least size of a reference, as a share of the largest size in ``true``.
     """
     floor = least * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
     return {
@@ -155,11 +155,11 @@ def largest(tensor: Tensor) -> Tensor:
 def relative(value: Tensor, reference: Tensor, *, size: Size = largest, floor: float = 0.0) -> float:
     """Return |value - reference| / |reference| in the given size.
 
-    It is infinite for NaNs, and for a reference of zeros without a floor: two passes that give nothing are equal, and
-    prove nothing.
+    The result is infinite for NaNs, and for a reference of zeros without a floor: two passes that return only zeros
+    are equal, but prove nothing.
     """
     value, reference = value.detach().float(), reference.detach().float()
     of_reference = max(float(size(reference)), floor)
     off = float(size(value - reference))
-    # NaN compares as neither larger nor smaller, and would pass
+    # a NaN is neither larger nor smaller than a bound, so it would pass
     return off / of_reference if of_reference > 0 and off == off else math.inf

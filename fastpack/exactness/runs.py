@@ -1,13 +1,14 @@
-"""The passes that ``verify`` compares: each sequence alone through the stock model, and all through a patched one.
+"""The passes of ``verify``: each sequence alone through the stock model, and all of them through a patched model.
 
 In half precision the same tokens run several times, each time with embeddings that are a few roundings away, and means
 are compared. Rounding differs from run to run and averages out; an error is the same in each run, and stays.
 
-The distance of two correct results is measured on the stock model, which computes in a second way. In half precision
-that is transformers' other attention (sdpa or eager), with inputs that are one rounding off, since fused kernels round
-at other places, too. Otherwise the inputs alone differ, nearly all of them by a rounding. That is so in full precision;
-if there is no other attention, or it computes another function; and also if a model rounds more coarsely inside than
-its hidden states do (4-bit weights that compute in bfloat16, with float32 hidden states).
+How far two correct results may differ is measured on the stock model, by computing its results in a second way. In
+half precision the second way uses transformers' other attention (sdpa or eager) and inputs that are one rounding off,
+since fused kernels round at other places, too. A third way changes the inputs alone, nearly all of them by one
+rounding. It is used in three cases: in full precision; if there is no other attention, or the other attention computes
+another function; and if a model rounds more coarsely inside than its hidden states do (4-bit weights that compute in
+bfloat16, with float32 hidden states).
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from fastpack.exactness.verification import Check, Verification
 DRAWS, REPEATS = 3, 4
 """In half precision: the number of draws of tokens, and the number of runs of each."""
 SPREAD = 8
-"""The number of roundings by which embeddings differ from run to run. One alone would leave much rounded as before."""
+"""The number of roundings by which embeddings differ between runs. With one, many values would round as before."""
 
 LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
-"""Shares: so many of which move as much as one rounding does (a variance of a twelfth), and some three roundings."""
-KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of what trains"}
+"""Shares of elements to move by one rounding. Moving a twelfth adds the variance of one rounding error (1/12); moving
+two thirds adds about three times the standard deviation of one."""
+KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of trained weights"}
 """The names of the tensors that are compared."""
 
 
@@ -44,7 +46,7 @@ class Runs:
     Attributes:
         probes: One probe for each draw of tokens.
         head: The module that is called: the head, or the model.
-        stock: Makes a context in which the model is the stock one.
+        stock: Makes a context in which the model is the stock model.
         choosers: The modules that choose experts.
     """
 
@@ -67,7 +69,7 @@ class Runs:
         kinds = [kind for kind in KINDS if true[0].by_kind()[kind]]
         bounds = {kind: bound_of(max(getattr(error, kind) for error in own), dtype) for kind in kinds}
         again, moved, control = self._moved_and_control(*alone, half=half)
-        # experts then get other tokens beside the same ones, and may round differently
+        # an expert's batch then holds other tokens beside the unchanged ones, which may round differently
         still = bounds if self.choosers else {kind: bound_of(getattr(again, kind), dtype) for kind in kinds}
         checks = [
             Check(f"{name}, as each sequence alone: {KINDS[kind]}", getattr(errors[name], kind), bound)
@@ -83,7 +85,7 @@ class Runs:
         return Verification.of(self.probes[0].model, dtype, checks)
 
     def _precision(self) -> tuple[torch.dtype, bool]:
-        """Return the least precise dtype of the passes so far, and whether the hidden states have a finer one."""
+        """Return the least precise dtype of the passes so far, and whether the hidden states have a finer dtype."""
         probe = self.probes[0]
         (stream,) = probe.stream
         autocast = next(iter(probe.casts), None)
@@ -103,7 +105,7 @@ class Runs:
         return other if by_other <= CONTROL * by_rounding else None
 
     def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> dict[str, Result]:
-        """Return each kind of pass over one draw; in half precision the mean of several."""
+        """Return each kind of pass over one draw of tokens; in half precision, the mean of several passes of a kind."""
         half = is_half(dtype)
         every: list[dict[str, Result]] = []
         for repeat in range(REPEATS if half else 1):
@@ -123,8 +125,8 @@ class Runs:
     def _moved_and_control(self, alone: Result, choices: Choices, *, half: bool) -> tuple[Error, Error, Error]:
         """Return the errors of three passes.
 
-        The first repeats a packed pass, so that nothing has changed. The second replaces the tokens of one sequence,
-        and counts the others. The third takes all sequences for one.
+        The first repeats a packed pass without any change. The second replaces the tokens of one sequence, and compares
+        the other tokens. The third treats all sequences as one.
         """
         probe, which = self.probes[0], len(self.probes[0].lengths) // 2
         ids, at = probe.places()[which]
@@ -155,7 +157,7 @@ BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed":
 
 
 def other_attention_of(model: nn.Module) -> str | None:
-    """Return the attention implementation that a model has beside its current one, or None."""
+    """Return the other attention implementation of a model, beside its current one, or None."""
     current = {config._attn_implementation for config in _configs(model)}
     if not current or None in current:
         return None
@@ -167,7 +169,7 @@ def other_attention_of(model: nn.Module) -> str | None:
 
 @contextmanager
 def attending_by(model: nn.Module, implementation: str | None) -> Iterator[None]:
-    """Make a stock model attend by this implementation, if any, until the end."""
+    """Make a stock model use this attention implementation, if any, inside a ``with`` block."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     try:
         for config, own in before:
@@ -179,13 +181,13 @@ def attending_by(model: nn.Module, implementation: str | None) -> Iterator[None]
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return the configs of all modules that attend by one, each once."""
+    """Return each config from which modules read their attention implementation, once."""
     configs = (module.__dict__.get("config") for module in model.modules())
     return list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
 
 
 def coarsest_dtype(model: nn.Module, stream: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
-    """Return the least precise dtype that a model computes in, as far as its modules show it.
+    """Return the least precise dtype in which a model computes, as far as its modules show it.
 
     Args:
         model: The model.
@@ -202,7 +204,7 @@ def coarsest_dtype(model: nn.Module, stream: torch.dtype, autocast: torch.dtype 
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Return whether a module is a projection whose weight is not a plain tensor of numbers."""
+    """Return whether a module is a projection whose weight is not a plain floating-point tensor."""
     if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
         return False
     weight = getattr(module, "weight", None)

@@ -1,14 +1,15 @@
-"""A tiny model of any family of transformers, from its own config class, with random weights.
+"""Tiny models of any transformers family, from the family's own config class, with random weights.
 
 One rule makes a config small (:func:`shrink`). Families share the names of their settings (``hidden_size``,
 ``d_model``, ``n_embd``), so each name has one small value, which every class that declares the name gets. Layers are
 picked from the config's own pattern, two of each kind, in order. :mod:`fastpack.exactness.family_settings` holds the
-settings of single families.
+settings that only single families need.
 
 On a GPU heads should be as wide as real ones: ``head_dim=64`` makes every width four times as large.
 
-Weights are drawn so that a leak from one sequence into another shows. They are wider than most families start with, so
-that attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen tokens.
+Weights are drawn so that a leak from one sequence into another shows. They spread more than most families' initial
+weights, so that attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen
+tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ _COUNTS = (
     (WINDOW, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
     (WINDOW, "keep_window_size local_attention_window_len index_topk"),
     (2 * WINDOW, "local_attention"),  # ModernBERT counts both sides
-    (4, "floor_scale"),  # of a position, in Llama 4's temperature
+    (4, "floor_scale"),  # the divisor of positions in Llama 4's attention temperature
     (INDEX_HEADS, "index_n_heads"),
     (STATE, "state_size ssm_state_size mamba_d_state"),
     (2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads n_mamba_heads"),
@@ -99,7 +100,7 @@ _COUNTS = (
     (True, "is_decoder"),
 )
 SIZES: Mapping[str, Any] = _by_name((*_WIDTHS, *_COUNTS))
-"""The small value of each shared name: vocabularies, sizes and ranks, and nothing that switches a trait."""
+"""The small value of each shared name: vocabularies, sizes and ranks, none of which switches a trait on or off."""
 
 WIDTHS = frozenset(_by_name(_WIDTHS)) | {
     *("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank", "mlp_dim", "output_channels"),
@@ -116,7 +117,7 @@ CAPS: Mapping[str, int] = _by_name(
 """The largest value of settings that may also be smaller, or None."""
 
 WINDOWS = frozenset({"sliding_window", "window_size", "local_attention_window_len"})
-"""The names of settings that stay None if the config's value is None: no window."""
+"""The names of settings that stay None if the config's value is None, which means no window."""
 
 KEYS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
@@ -136,24 +137,24 @@ def model_types() -> list[str]:
 
 
 def model_class(model_type: str) -> Any:
-    """Return the class that the mapping names for this family; raise KeyError for a name it does not have."""
+    """Return the class that the mapping names for this family; raise KeyError if the mapping has no such family."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     if model_type not in model_types():
-        raise KeyError(f"{model_type} is no name in the causal-LM mapping of this transformers")
+        raise KeyError(f"{model_type} is not in the causal-LM mapping of this transformers")
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 
 def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
     """Return a small config of the class that this family's model is built from, with the family's traits.
 
-    Heads are ``head_dim`` wide where the family's own rules allow it: 8, or a multiple of 16. Every width grows with
-    it.
+    ``head_dim`` is 8 or a multiple of 16. Heads have this width if the family's own rules allow it, and every other
+    width grows with it.
 
-    If the mapping names a text-only model for a composite config (Llama 4), the result is the text config. A family
-    that the mapping does not have (T5) has its own config. Overrides win over everything; a dict overrides settings of
-    a sub-config. If the number of layers or one of the lists of layers is overridden, the rest follows the config's own
-    pattern.
+    If the mapping names a text-only model for a composite config (Llama 4), the result is the text config. For a family
+    that is not in the mapping (T5), it is the family's own config. Overrides win over everything; a dict overrides
+    settings of a sub-config. If the number of layers or one of the lists of layers is overridden, the rest follows the
+    config's own pattern.
 
     Raises: KeyError for a name that transformers doesn't have; ValueError, with the reason, for one of
     :data:`NOT_BUILT` or for another ``head_dim``; and what the config class raises for settings that contradict each
@@ -168,23 +169,23 @@ def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) 
 
 
 def shrink(config: PreTrainedConfig, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
-    """Return a config of the same class and with the same traits, small enough to be built and run in no time.
+    """Return a config of the same class and with the same traits, small enough to build and run fast.
 
     Widths, counts and the vocabulary are small. There are two layers of each kind, in the config's own order. Windows
     are 8 tokens, and RoPE that is scaled beyond some length is scaled beyond 16, so that a few dozen tokens cross every
-    threshold. Heads share keys and values as before: all, some or none. Nothing is drawn at random. All else is the
-    config's own. Arguments and errors are those of :func:`tiny_config`.
+    threshold. Heads share keys and values as before: all, some or none. Dropout, jitter and noise are 0. All other
+    settings are the config's own. Arguments and errors are those of :func:`tiny_config`.
     """
     return _shrink(config, {}, overrides, head_dim, traits=True)
 
 
 def _shrink(config: Any, row: Mapping[str, Any], overrides: dict[str, Any], head_dim: int, *, traits: bool) -> Any:
     if head_dim % HEAD_DIM and head_dim != HEAD_DIM // 2:
-        raise ValueError(f"heads are {HEAD_DIM // 2} wide, or a multiple of {HEAD_DIM}, not {head_dim}")
+        raise ValueError(f"head_dim must be {HEAD_DIM // 2} or a multiple of {HEAD_DIM}, not {head_dim}")
     factor = head_dim / HEAD_DIM
     if (
         overrides.get("num_hidden_layers", count := row.get("num_hidden_layers")) != count
-    ):  # lists of that many layers don't fit
+    ):  # the row's lists for its own number of layers don't fit
         row = {name: value for name, value in row.items() if not (isinstance(value, list) and len(value) == count)}
     row = _widened(row, factor)
     nested = {name: {**row.get(name, {}), **overrides[name]} for name in config.sub_configs.keys() & overrides.keys()}
@@ -210,8 +211,8 @@ def build_tiny(
         auto: Another of transformers' auto classes, to find the model's class; None takes the causal-LM mapping.
         **overrides: Settings of the config.
 
-    Gradients need training mode: in eval mode RWKV writes a state in place, and Reformer refuses. Raises what
-    :func:`tiny_config` raises.
+    Gradients need training mode: in eval mode RWKV writes a state in place, and Reformer refuses to run. Errors are
+    those of :func:`tiny_config`.
     """
     config = tiny_config(model_type, head_dim=head_dim, **overrides)
     of_config = model_class(model_type)._from_config if auto is None else auto.from_config
@@ -226,7 +227,7 @@ def build(
     The global random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' as well
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators as well
         model = of_config(config, dtype=dtype)
     _redraw(model, torch.Generator().manual_seed(seed), SPREAD * min(1.0, (HEAD_DIM / head_dim) ** 0.5))
     return model.eval()
@@ -239,7 +240,7 @@ def plain_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def _widened(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return the settings with every width ``factor`` times as large, those of sub-configs, too."""
+    """Return the settings with every width ``factor`` times as large, also in sub-configs."""
 
     def grown(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -264,7 +265,7 @@ def _small(config: Any, overrides: Mapping[str, Any], factor: float, *, traits: 
     names = {field.name for field in dataclasses.fields(config_class)}
     other_names = config_class.attribute_map
     overrides = {**_widened(NEEDS.get(config.model_type, {}), factor), **overrides}
-    # One name for one setting, or n_embd and hidden_size could both be set.
+    # Each setting under one name; else n_embd and hidden_size could both be set.
     overrides = {name if name in names else other_names.get(name, name): value for name, value in overrides.items()}
     values = {name: vars(config).get(other_names.get(name, name)) for name in names}
     overrides = {name: _in_the_words_of(values.get(name), value) for name, value in overrides.items()}
@@ -273,7 +274,7 @@ def _small(config: Any, overrides: Mapping[str, Any], factor: float, *, traits: 
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     settings |= {name: type(n)(0) for name, n in numbers.items() if any(word in name for word in RANDOM)}
     settings |= _special_tokens(values)
-    if "kv_lora_rank" in names:  # latent attention: as many key heads as query heads, RoPE on the part of its own
+    if "kv_lora_rank" in names:  # latent attention: as many key heads as query heads; head_dim is the rotated part
         settings |= {"num_key_value_heads": HEADS, "head_dim": ROPE_DIM}
     settings = _widened(settings, factor)
     picked = _picked_layers(config, values)
@@ -291,7 +292,7 @@ def _small(config: Any, overrides: Mapping[str, Any], factor: float, *, traits: 
 
 
 def _in_the_words_of(own: Any, value: Any) -> Any:
-    """Return a list of layer kinds in the config's own words; any other value stays as it is."""
+    """Return a list of layer kinds in the config's own words; any other value is returned unchanged."""
     if not isinstance(own, list) or not isinstance(value, list) or not any(kind in own for kind in EARLIER):
         return value
     words = {now: earlier for earlier, now in EARLIER.items()}
@@ -307,7 +308,7 @@ def _with_traits(config: Any, values: Mapping[str, Any], settings: Mapping[str, 
         usual, small = default.get(config_class.attribute_map.get(name, name)), settings.get(name)
         if name in KEYS and value in (None, heads):
             small_config[name] = HEADS
-        elif name not in settings or (not value and value != usual):  # no rank or window, which other configs have
+        elif name not in settings or (not value and value != usual):  # a rank or window that this config switches off
             if name not in (*config_class.sub_configs, "per_layer_config") and value != usual:
                 small_config[name] = value
         elif type(value) is type(small) is int and name not in WIDTHS:
@@ -322,17 +323,17 @@ def _with_traits(config: Any, values: Mapping[str, Any], settings: Mapping[str, 
 
 
 def _small_rope(rope: Mapping[str, Any], narrower: float) -> dict[str, Any]:
-    """Return RoPE's parameters, or those of each kind of layer, for heads narrower by this factor."""
+    """Return RoPE's parameters for heads narrower by this factor. A config may hold some for each kind of layer."""
     small = dict(rope)
     for name, value in rope.items():
         if isinstance(value, dict):
             small[name] = _small_rope(value, narrower)
         elif name == "original_max_position_embeddings":
             small[name] = BEYOND
-        elif name in ("long_factor", "short_factor"):  # one a frequency
+        elif name in ("long_factor", "short_factor"):  # one factor per frequency
             count = round(len(value) * narrower)
             small[name] = [value[i * len(value) // count] for i in range(count)]
-        elif name == "mrope_section":  # how many frequencies each axis has
+        elif name == "mrope_section":  # the number of frequencies of each axis
             ends = [round(sum(value[:i]) * narrower) for i in range(len(value) + 1)]
             small[name] = [end - start for start, end in itertools.pairwise(ends)]
     return small
@@ -347,7 +348,7 @@ def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
 def _picked_layers(config: ConfigLike, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with two layers of each kind, picked from the config's pattern in order.
 
-    They include every list with an entry a layer, and every list of layers' numbers.
+    They include every list with one entry per layer, and every list of layer indices.
     """
     count = getattr(config, "num_hidden_layers", 0)
     listed = {name: value for name, value in values.items() if isinstance(value, (list, tuple)) and value}
@@ -364,7 +365,7 @@ def _picked_layers(config: ConfigLike, values: Mapping[str, Any]) -> dict[str, A
 
 
 def _redraw(model: torch.nn.Module, generator: torch.Generator, narrow: float) -> None:
-    """Redraw, in place, matrices that spread less than ``narrow``, and move every vector a little."""
+    """Redraw matrices that spread less than ``narrow``, and move every vector a little, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

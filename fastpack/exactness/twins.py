@@ -1,8 +1,8 @@
-"""Twins: tiny models of a user's own class, as it is in memory, from the user's config, on the CPU.
+"""Twins: tiny models on the CPU, built from a user's own config and the class that is in memory.
 
 A twin's config is the user's, shrunk by :func:`fastpack.exactness.tiny.shrink`, with bounds and epsilons so large that
-they act. All parameters are drawn anew, whatever the class initialises them to. So a twin is the same on every rank and
-every machine, and under contexts that don't initialise parameters.
+they have an effect. All parameters are drawn anew, whatever values the class gives them. So a twin is the same on every
+rank and every machine, and under contexts that don't initialise parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTING = {
     **{"softcap": 1.0, "softcapping": 1.0, "clip_qkv": 0.5, "eps": 0.05, "epsilon": 0.05},
     "attention_multiplier": HEAD_DIM**-0.5,  # with a larger one, scores are so far apart that rounding is blown up
 }
-"""The values of numeric settings with such a name, or last word of a name: large enough to have an effect."""
+"""Values of float settings, by their name or its last word, that are large enough to have an effect."""
 VECTOR = 0.3
 """The standard deviation of norms' weights about 1, and of biases, sinks and the like about 0."""
 GRID = 16.0
@@ -34,11 +34,11 @@ GRID = 16.0
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Compute on the CPU with default settings until the end, and then restore the caller's.
+    """Compute on the CPU with default settings inside a ``with`` block, then restore the caller's settings.
 
     Inside, tensors are float32 by default and have gradients. The caller's gradient mode, inference mode, autocast,
-    default device and dtype, and random state are put aside. So is DeepSpeed's ``zero.Init`` where one is entered,
-    since it would partition a new model. Warnings of transformers on small configs are dropped.
+    default device and dtype, and random state are put aside. So is an active ``zero.Init`` of DeepSpeed, since it would
+    partition a new model. Warnings from transformers about small configs are dropped.
     """
     dtype, log = torch.get_default_dtype(), logging.getLogger("transformers")
     with (
@@ -55,7 +55,7 @@ def apart() -> Iterator[None]:
         log.setLevel(logging.ERROR)
         later.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
-        zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")  # loaded, if somebody entered it
+        zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")  # an active zero.Init has loaded it
         if zero is not None:
             zero.shutdown_init_context()
             later.callback(zero.restore_init_context)
@@ -65,16 +65,16 @@ def apart() -> Iterator[None]:
 def build_twin(
     cls: Any, config: Any, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, **settings: Any
 ) -> Any:
-    """Build a twin of a class in training mode, inside :func:`apart`; it is the same each time.
+    """Build a twin of a class in training mode, inside :func:`apart`; every call builds the same twin.
 
     Args:
         cls: The class of a backbone or a head of transformers.
-        config: The user's config, which is left as it is.
+        config: The user's config, which is not changed.
         dtype: The dtype of the twin.
         dropout: The probability of every kind of dropout.
-        **settings: Settings of the small config, over its own.
+        **settings: Settings that replace the small config's own.
 
-    Raises what the classes of the config and of the model raise.
+    Errors from the classes of the config and of the model are raised unchanged.
     """
     small = shrink(config, **settings)
     small._attn_implementation = "eager"  # the family's own function, which honours all of its arguments
@@ -95,14 +95,14 @@ def build_twin(
 
 
 def distinct_sequences(lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
-    """Return ids of these lengths, int64, no id twice, so that embeddings' gradients are those of the inputs."""
+    """Return ids of these lengths, int64, no id twice, so that the embedding's gradients are the inputs' gradients."""
     generator = torch.Generator("cpu").manual_seed(0)
     ids = FIRST_PLAIN + torch.randperm(AFTER_PLAIN - FIRST_PLAIN, generator=generator)
     return list(ids[: sum(lengths)].split(list(lengths)))
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """Yield a config and those inside it."""
+    """Yield a config and its sub-configs."""
     yield config
     for name in config.sub_configs:
         inner = getattr(config, name, None)
@@ -111,36 +111,36 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def _acting(name: str, value: float, dropout: float) -> float:
-    """Return the value of a setting, large enough to act."""
+    """Return a value of a setting that is large enough to have an effect."""
     if "drop" in name and "layer" not in name:
         return dropout
     return ACTING.get(name, ACTING.get(name.rpartition("_")[2], value))
 
 
 def _materialise(model: nn.Module) -> None:
-    """Give memory on the CPU to parameters that a context of the caller's left on ``meta``.
+    """Give CPU memory to parameters that one of the caller's contexts left on ``meta``.
 
     Accelerate's ``init_empty_weights`` is such a context.
 
     Raises:
-        ValueError: A buffer is on ``meta``, too, and its values are lost.
+        ValueError: A buffer is on ``meta``, too, so its values are lost.
     """
     fresh_of: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type != "cpu":
                 fresh = fresh_of.setdefault(id(parameter), nn.Parameter(torch.empty_like(parameter, device="cpu")))
-                module._parameters[name] = fresh  # tied ones stay tied
+                module._parameters[name] = fresh  # tied parameters stay tied
     off = [name for name, buffer in model.named_buffers() if buffer.device.type != "cpu"]
     if off:
-        raise ValueError(f"{off[0]} is not on the CPU, under a context that says where buffers are fresh_of")
+        raise ValueError(f"{off[0]} is not on the CPU: an active context puts new buffers on another device")
 
 
 @torch.no_grad()
 def _draw(model: nn.Module, generator: torch.Generator) -> None:
     """Draw every parameter: norms about 1, vectors about 0, matrices so wide that attention is far from uniform.
 
-    All values are bfloat16 numbers, so that twins of several dtypes have the same ones.
+    All values are bfloat16 numbers, so that twins of several dtypes have the same values.
     """
     norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
     about_1 = {id(p) for norm in norms for name, p in norm.named_parameters(recurse=False) if name.endswith("weight")}

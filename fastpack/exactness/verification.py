@@ -25,7 +25,7 @@ class Check:
     Attributes:
         what: What was compared.
         error: The relative error.
-        bound: The largest error allowed; for a control the least.
+        bound: The largest error allowed; for a control, the least error required.
         at_least: True for a control, whose error must reach the bound.
     """
 
@@ -36,7 +36,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the check passed. NaN never passes, nor an infinite control: such passes show nothing."""
+        """True if the check passed. NaN never passes, nor does a control with an infinite error: they show nothing."""
         return self.bound <= self.error < math.inf if self.at_least else self.error <= self.bound
 
 
@@ -70,12 +70,12 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed, so that the verdict is ``exact``."""
+        """True if every check passed, so that the verdict is ``exact``."""
         return all(check.passed for check in self.checks)
 
     @property
     def verdict(self) -> Outcome:
-        """``exact``; ``not exact`` if a check failed; ``can't tell`` if only a control was off by too little."""
+        """``exact``; ``not exact`` if a check failed; ``can't tell`` if only a control failed."""
         if not all(check.passed for check in self.checks if not check.at_least):
             return "not exact"
         return "exact" if self.passed else "can't tell"
@@ -125,7 +125,7 @@ _SHOWN: dict[Outcome, str] = {
 
 
 class ContaminationError(FastpackError):
-    """A patched model does not give what each sequence gives alone; raised by :func:`fastpack.verify`.
+    """The error of :func:`fastpack.verify` if a patched model's results differ from each sequence's alone.
 
     Attributes:
         verification: Every error with its bound.
@@ -134,15 +134,15 @@ class ContaminationError(FastpackError):
     def __init__(self, verification: Verification, reason: str | None = None) -> None:
         """Set up the message, with the known reason why the model can't be exact, if any."""
         super().__init__(
-            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; "
-            + (f"it can't be: {reason}:" if reason else "please report the family with this table:")
+            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model. "
+            + (f"It can't be exact when patched: {reason}:" if reason else "Please report the family with this table:")
             + f"\n{verification}"
         )
         self.verification = verification
 
 
 class InconclusiveError(FastpackError):
-    """Nothing is wrong, but rounding would hide a leak in this model's dtypes; raised by :func:`fastpack.verify`.
+    """The error of :func:`fastpack.verify` if no check failed, but rounding in this model's dtypes could hide a leak.
 
     Attributes:
         verification: Every error with its bound.
@@ -151,8 +151,9 @@ class InconclusiveError(FastpackError):
     def __init__(self, verification: Verification) -> None:
         """Set up the message with the table of checks."""
         super().__init__(
-            f"nobody can tell whether this model is exact in {verification.dtype}: rounding alone moves it by so much "
-            "that a leak would not be seen. Verify it in float32: fastpack.verify(fastpack.patch(model.float())), on a "
-            f"copy or on fewer layers of it.\n{verification}"
+            f"fastpack can't tell whether this model is exact in {verification.dtype}: rounding alone changes "
+            "its results so much that a leak could go unseen. Verify it in float32: "
+            "fastpack.verify(fastpack.patch(model.float())), on a copy or on fewer layers of it."
+            f"\n{verification}"
         )
         self.verification = verification

@@ -36,7 +36,7 @@ def attention_forward(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend on packed ``[1, T, hidden]``, or run the stock forward if no sequence lengths came."""
+    """Attend on packed ``[1, T, hidden]``, or run the stock forward if no sequence lengths are known."""
     module, spec, runtime = patched.owner, patched.spec, patched.runtime
     packed_seq_lens = runtime.packing_of(module, packed_seq_lens)
     require_packing(module, packed_seq_lens, attention_mask)
@@ -92,7 +92,7 @@ def attend_heads(
 
     Args:
         module: the attention module.
-        spec: its family's form.
+        spec: the form of its family's attention.
         runtime: settings of the patched model.
         projected: the outputs of :func:`project_qkv`.
         position_embeddings: cos and sin, ``[1, T, R]``, or None.
@@ -136,7 +136,7 @@ def _heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Split projections into queries ``[T, H, D]``, keys and values ``[T, K, D]``, and a gate ``[T, H * D]`` or None.
 
-    Queries and keys come normalised if the family normalises the whole projection.
+    Queries and keys are already normalised if the family normalises the whole projection.
     """
     head_dim = module.head_dim
     if spec.qkv is not None:
@@ -157,7 +157,7 @@ def _heads(
 
 
 def _tables(module: nn.Module, spec: AttentionSpec, tables: Tables | None) -> Tables | None:
-    """Return cos and sin as the ops take them, ``[T, R]``, or None for a layer without positions."""
+    """Return cos and sin in the ops' layout, ``[T, R]``, or None for a layer without positions."""
     if tables is None or (spec.rope_if and not any(_holds(module, name) for name in spec.rope_if)):
         return None
     cos, sin = tables[0][0], tables[1][0]

@@ -1,7 +1,7 @@
 """The fast forward of a decoder layer: norms, projections and residual additions in as few passes as possible.
 
-Attention and MLP compute what their own replaced forwards compute. Here their neighbours are fused with them: each norm
-with the projections after it, each residual addition with the projection before it.
+Attention and MLP compute the same as in their own replaced forwards. This forward also fuses each norm with the
+projections after it, and each residual addition with the projection before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def decoder_forward(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run the layer on ``[1, T, hidden]``; the stock forward if no lengths came or attention is not fastpack's."""
+    """Run the layer on ``[1, T, hidden]``, or the stock forward without lengths or without fastpack's attention."""
     layer, runtime = patched.owner, patched.runtime
     packed_seq_lens = runtime.packing_of(layer, packed_seq_lens)
     attention = fast_forward(layer.self_attn, attention_forward)
@@ -57,23 +57,23 @@ def decoder_forward(
 
 
 def _checkpoints_in_forward(cls: type) -> bool:
-    """Return whether transformers checkpoints inside the forward that ours replaces; older versions do it outside."""
+    """Return whether transformers checkpoints inside the forward that is replaced; older versions do it outside."""
     return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
 
 
 def _is_run_again(layer: LayerLike) -> bool:
     """Return whether torch's checkpointing is recomputing this layer for its backward, which never reads the result.
 
-    The innermost saved-tensor hooks then belong to the recomputation. In a layer's first forward inside the
-    recomputation of something larger, they belong to the layer's own checkpointing, if that is torch's non-reentrant
-    kind.
+    During the layer's recomputation, the innermost saved-tensor hooks are those of the recomputation. The recomputation
+    of a larger block also contains a first forward of the layer. There the innermost hooks belong to the layer's own
+    checkpointing, if that is torch's non-reentrant kind.
     """
     if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
         return False
     if checkpointing(layer) != "plain":
         return False
     if has_hooks(layer) and not _checkpoints_in_forward(type(layer)):
-        return False  # the hooks run again too, and read the result
+        return False  # the hooks run again, too, and read the result
     if torch._C._len_torch_dispatch_stack():
         return False  # selective checkpointing looks up every operation
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

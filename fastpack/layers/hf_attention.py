@@ -1,6 +1,6 @@
 """Packed attention for modules that keep their own forward: an implementation in transformers' interface.
 
-Attention of a known form has a forward of its own instead, in :mod:`fastpack.layers.attention`.
+Attention modules of a known form get a whole forward instead, from :mod:`fastpack.layers.attention`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IMPLEMENTATION = "_attn_implementation_internal"
 _LAST_VALUES = "_fastpack_last_values"
 """The attribute of a private config that holds the stock config's values when they were last copied."""
 SCOPE = "_fastpack_scope"
-"""The attribute of a private config that holds the packing context, or None if a keyword brings the packing."""
+"""The attribute of a private config that holds the packing context, or None if a keyword passes the packing."""
 
 
 def packed_interface(
@@ -47,11 +47,11 @@ def packed_interface(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute packed attention for transformers' ``AttentionInterface``: attention of the varlen tier calls this.
+    """Compute packed attention for transformers' ``AttentionInterface``, which modules of the varlen tier call.
 
     Args:
         attention: the requested backend, or ``auto``.
-        module: the attention module that calls.
+        module: the calling attention module.
         query: ``[1, heads, T, dim]``.
         key: the same shape as query, with key/value heads.
         value: as key.
@@ -100,26 +100,26 @@ def packed_interface(
         ),
         attention,
     )
-    return out.contiguous()[None], None  # contiguous as from stock implementations: some callers take a view of it
+    return out.contiguous()[None], None  # contiguous, as stock results are: some callers take a view of it
 
 
 def stock_config(module: nn.Module) -> Any:
-    """Return the stock config behind a module's private one, or None if it does not attend through our interface."""
+    """Return the stock config of a module that attends through fastpack's interface, or None for other modules."""
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
 def private_config(config: ConfigLike, attention: str, scope: PackingContext | None) -> Any:
-    """Copy a config. The copy names our attention, and holds the original config and the packing context."""
+    """Copy a config. The copy names fastpack's attention, and holds the original config and the packing context."""
     private = copy.copy(config)
     setattr(private, _LAST_VALUES, dict(vars(config)))
-    setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
+    setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() writes to this one
     setattr(private, SCOPE, scope)
     setattr(private, _IMPLEMENTATION, interface_name(attention))
     return private
 
 
 def follow_stock_config(private: object) -> None:
-    """Copy what has changed in the stock config to the private one; values set on the private one stay."""
+    """Copy changed values of the stock config to the private config; values set on the private config stay."""
     mine = vars(private)
     last = mine[_LAST_VALUES]
     for name, value in vars(mine[STOCK_CONFIG]).items():
@@ -130,7 +130,7 @@ def follow_stock_config(private: object) -> None:
 
 
 def stock_interface(module: nn.Module) -> Forward:
-    """Return the attention implementation that ``module`` would use unpatched: its masks are built for that one."""
+    """Return the attention implementation that an unpatched ``module`` uses, for which the model builds its masks."""
     name = stock_config(module)._attn_implementation
     file = sys.modules[stock_class(module).__module__]
     eager = eager_function(file)

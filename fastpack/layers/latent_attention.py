@@ -19,7 +19,7 @@ from fastpack.utils.protocols import AttentionLike
 
 
 def first_projections(module: AttentionLike) -> tuple[str, str]:
-    """Return the names of the projections of the input: to queries or their latent, and to the key/value latent."""
+    """Return the names of the two input projections: to queries or their latent, and to the key/value latent."""
     return ("q_proj" if module.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
 
 
@@ -48,7 +48,7 @@ def heads(
     cos, sin = tables[0][0], tables[1][0]
     interleaved = module.config.rope_interleave
     if interleaved:
-        # upstream also reorders the elements of pairs, in queries and keys alike, which does not change the scores
+        # transformers also reorders the elements of pairs, in queries and keys alike, which does not change the scores
         cos, sin = repeated(cos), repeated(sin)
     rotated_q, shared = apply_rope(
         q[..., size:],

@@ -1,7 +1,7 @@
 """Recognise Liger's kernels on a model: forwards that compute the same as the forwards that they replaced.
 
 Liger (Hsu et al., arXiv:2410.10989) binds its own forwards to a model's norms and gated MLPs. Trainers make it do so
-with ``use_liger_kernel=True``, before or after a patch. A fast forward of the replaced module replaces Liger's too.
+with ``use_liger_kernel=True``, before or after a patch. Fastpack's forward of such a module replaces Liger's, too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MLPS: dict[tuple[str, str], ActivationKind] = {
     ("liger_kernel.transformers.swiglu", "LigerPhi3SwiGLUMLP.forward"): "silu",
     ("liger_kernel.transformers.geglu", "LigerGEGLUMLP.forward"): "gelu_tanh",
 }
-"""Liger's MLP forwards, each with its activation, whatever the config names."""
+"""Liger's MLP forwards, each with the activation that it computes even if the config names another."""
 
 _ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
 """How a norm rounds, by Liger's ``casting_mode``."""
 
 
 def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> bool:
-    """Return whether a forward bound to a module computes what the module's class computes, which is ``spec``."""
+    """Return whether a forward bound to a module computes the same as the module's class, which ``spec`` describes."""
     function = getattr(forward, "__func__", None)
     if function is None or forward.__self__ is not module:
         return False
@@ -51,7 +51,7 @@ def stands_for(module: nn.Module, forward: object, spec: Spec, backbone: nn.Modu
 
 
 def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
-    """Return the spec of a module of one of Liger's own classes in this model, or None for other modules.
+    """Return the spec of a module if its class is Liger's own, or None for other modules.
 
     A model has such modules if it was built after Liger had replaced the family's classes.
     """
@@ -66,12 +66,12 @@ def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
 
 
 def _keeps_dtype(module: nn.Module, spec: Spec, backbone: Any) -> bool:
-    """Return whether the family's own norm would not promote its input; Liger's never does."""
+    """Return whether the family's own norm keeps its input's dtype, as Liger's norm always does."""
     return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
 
 
 def count_unknown(backbone: nn.Module) -> int:
-    """Count the modules of Liger's own classes that have no forward of fastpack's."""
+    """Count the modules of Liger's own classes for which fastpack has no forward."""
     own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
     return sum(FORWARD_COPY not in module.__dict__ for module in own)
 

@@ -41,14 +41,14 @@ def mlp_block(
 
     Args:
         module: the MLP.
-        spec: its family's form.
+        spec: the form of its family's MLP.
         runtime: settings of the patched model.
         x: ``[T, hidden]``.
         norm: the norm before the MLP, or None.
         residual: whether to add x to the result.
         need_output: False in a recomputation for the backward, which never reads the result.
         store: stores gate and up between a checkpointed forward and its backward, or None.
-        row_count: how many of the T tokens count.
+        row_count: the number of the T tokens that count, or None for all.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
@@ -81,7 +81,7 @@ def mlp_block(
 
 
 def _stock_dtype(down: Projection, x: Tensor, norm: Norm | None) -> torch.dtype:
-    """Return the dtype of the stock module's result: bitsandbytes returns its input's, whatever it computes in."""
+    """Return the dtype of the stock module's result: bitsandbytes returns its input's dtype."""
     if down.quant_state is None:
         return down.dtype
     return x.dtype if norm is None else norm.result_dtype(x)

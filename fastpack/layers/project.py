@@ -1,4 +1,4 @@
-"""Run projections: as one Function for a group whose weights can be read, else module by module."""
+"""Run projections: as one autograd Function if the weights of a group can be read, else module by module."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fastpack.utils.sharding import is_partitioned
 
 
 def fast_forward(module: nn.Module, function: Callable[..., Any]) -> Replacement[Any, Runtime] | None:
-    """Return the replacement by which ``function`` computes a module's forward.
+    """Return the replacement that makes ``function`` the forward of a module, or None.
 
-    Return None if another forward that computes something else is bound to the module, or if the module has hooks.
+    None means that the module has hooks, or that a forward that computes something else is bound to it.
     """
     forward = module.__dict__.get("forward")
     if not isinstance(forward, Replacement) and not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
 """Read a projection: base weight, bias, quantisation, and LoRA's A, B and scale.
 
 Layers read each projection at each call, since adapters may be switched at any time, and compute with its parts. A
-projection that can't be read, or that another adapter than LoRA wraps, is called as a module, and the report says why.
+projection that can't be read, or that another adapter than LoRA wraps, is called as a module; the report says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
     Args:
         module: the projection.
         at_rest: True for a report, which does not compute with the parts: a weight that FSDP2 has sharded then counts
-            as whole, as it is while its layer runs.
+            as whole, since it is whole while its layer runs.
     """
     reason = _why_opaque(module)
     if reason is not None:
@@ -53,7 +53,7 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
 def takes_dtype(parts: Projection, dtype: torch.dtype) -> bool:
     """Return whether a projection can be computed from its parts for an input of this dtype.
 
-    Without autocast, bitsandbytes casts its input to its compute dtype and the result back; LoRA beside it does not.
+    Without autocast, bitsandbytes casts its input to its compute dtype and the result back; LoRA's matmuls don't.
     """
     cast = dtype == torch.float32 and torch.is_autocast_enabled(parts.weight.device.type)
     return parts.quant_state is None or parts.dtype == dtype or cast
@@ -72,7 +72,7 @@ def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
 
 _BY_ROWS = {
     "adapter_names": "it names an adapter for each row of a batch",
-    "aLoRA": "it begins behind the invocation tokens of each row of a batch",
+    "aLoRA": "it begins after the invocation tokens of each row of a batch",
     "Lily": "its router averages over all tokens of a batch",
     "Poly": "it mixes its parts by the task of each row of a batch",
     "Shadow": "its second transformer reads the rows of a batch",
@@ -92,14 +92,14 @@ def refuse_rows(modules: Iterable[nn.Module]) -> None:
         if method is not None:
             raise PatchError(
                 f"{method} can't run on a patched model: {_BY_ROWS[method]}, and there are no rows without padding. "
-                "Merge it where PEFT can (merge_and_unload()), disable it, or leave the model unpatched."
+                "Merge it if PEFT can (merge_and_unload()), disable it, or leave the model unpatched."
             )
 
 
 def refuse_row_adapters(model: nn.Module) -> None:
     """Raise if an adapter that was added after the patch depends on the rows of a batch.
 
-    It checks all modules only if PEFT's configs name such a method, else one.
+    If PEFT's configs name such a method, all modules are checked, else only one layer.
 
     Raises:
         PatchError: see :func:`refuse_rows`.
@@ -109,7 +109,7 @@ def refuse_row_adapters(model: nn.Module) -> None:
         return
     if any(map(_may_read_rows, configs.values())):
         refuse_rows(model.modules())
-    else:  # PEFT names each row's adapter to all layers or to none, so one layer is enough
+    else:  # PEFT tells all layers or none which adapter each row uses, so one layer is enough
         refuse_rows(itertools.islice((m for m in model.modules() if _base_layer(m) is not None), 1))
 
 
@@ -160,7 +160,7 @@ def _why_opaque(module: nn.Module) -> str | None:
 
 
 def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
-    """Return why a weight can't be used as it is, or None."""
+    """Return why a weight can't be used directly, or None."""
     if type(weight) not in (nn.Parameter, Tensor) and not (at_rest and is_gathered(weight)):
         return f"its weight is a {type(weight).__name__}"
     if weight.numel() == 0 or is_partitioned(weight):
@@ -203,10 +203,10 @@ def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
     if module.merged:
         if not module.disable_adapters or at_rest:
             return None
-        module.unmerge()  # as its own forward does: a checkpointed forward must find the same weights both times
+        module.unmerge()  # as PEFT's forward does: both runs of a checkpointed forward must find the same weights
     if module.disable_adapters:
         return None
-    parts = module._modules  # read for each projection in each step, and nn.Module's own lookup is slow
+    parts = module._modules  # read for each projection at each call, and nn.Module's own lookup is slow
     all_a, all_b = parts["lora_A"]._modules, parts["lora_B"]._modules
     active = [name for name in module.active_adapters if name in all_a]
     if len(active) != 1:
@@ -302,7 +302,7 @@ def describe_projection(module: nn.Module) -> str | None:
 
 
 def projections_of(model: nn.Module) -> list[nn.Module]:
-    """Return every projection of a model, without adapters' own parts (LoRA's A and B) and the layers they wrap."""
+    """Return every projection of a model, except adapters' parts (LoRA's A and B) and the layers that they wrap."""
     inside = {
         id(child)
         for module in model.modules()
@@ -319,9 +319,9 @@ def count_projections(model: nn.Module) -> dict[str, int]:
 
 
 def not_isolated(model: nn.Module) -> tuple[str, ...]:
-    """Return a line for each thing that lets a batch's sequences influence each other; for most models there is none.
+    """Return a line for each way in which a batch's sequences influence each other; most models have none.
 
-    It is reported, not refused, since it mixes the sequences of the stock model's padded batch too.
+    Such a model is reported, not refused, since the stock model mixes the sequences of a padded batch, too.
     """
     return tuple(dict.fromkeys(filter(None, map(_why_not_isolated, model.modules()))))
 
@@ -341,7 +341,7 @@ def _why_not_isolated(module: Any) -> str | None:
 
 
 def count_opaque(model: nn.Module) -> dict[str, int]:
-    """Count the projections that are called as modules by the reason why, the most frequent first."""
+    """Count the projections that are called as modules, by reason, the most frequent reason first."""
     stream = _stream_dtype(model)
     reasons = (_why_called(module, stream) for module in projections_of(model))
     return dict(Counter(reason for reason in reasons if reason is not None).most_common())
@@ -366,7 +366,7 @@ def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
 
 
 def _stream_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of projections' inputs outside autocast: that of the embeddings, which wider norms promote."""
+    """Return the dtype of projections' inputs outside autocast: the embeddings' dtype, which wider norms promote."""
     weights: list[Any] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)][:1]
     weights += [m.weight for m in model.modules() if type(m).__name__.endswith("Norm") and hasattr(m, "weight")]
     dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]

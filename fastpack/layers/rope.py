@@ -16,7 +16,7 @@ from fastpack.ops.linear.operands import Norm
 from fastpack.ops.rope import apply_rope, norm_rope
 
 Tables = tuple[Tensor, Tensor]
-"""cos and sin, ``[1, T, R]`` as a backbone hands them down, or ``[T, R]`` as the ops take them."""
+"""cos and sin: ``[1, T, R]`` from a backbone, or ``[T, R]`` for the ops."""
 
 
 def normalise_and_rotate(
@@ -26,7 +26,7 @@ def normalise_and_rotate(
 
     Args:
         module: the attention module.
-        spec: its family's form.
+        spec: the form of its family's attention.
         runtime: settings of the patched model.
         q: ``[T, H, D]``.
         k: ``[T, K, D]``; K may be 0.
@@ -52,7 +52,7 @@ def normalise_and_rotate(
 
 
 def _each(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the norm of x ``[T, heads, D]``, without a call if there are no heads."""
+    """Return the norm of x ``[T, heads, D]``; without heads, x itself."""
     return norm(x) if x.shape[1] else x
 
 

@@ -1,8 +1,8 @@
 """Rotary tables whose frequencies depend on a sequence's length (dynamic NTK, LongRoPE), for packed sequences.
 
-The stock modules choose by the longest position of the batch, so that a short sequence changes with its neighbours.
-Here each sequence gets the frequencies of its own length, as it does alone. Frequencies come from transformers' own
-initialisers, tables from the family's own forward: fastpack only makes the choice.
+Stock modules choose frequencies by the longest position of the batch, so that the results of a short sequence depend on
+its neighbours. Here each sequence gets the frequencies of its own length, as it does alone. Fastpack makes only this
+choice: transformers' own initialisers compute the frequencies, and the family's own forward computes the tables.
 
 Sources: Ding et al., "LongRoPE", arXiv:2402.13753 (short and long factors); Peng et al., "YaRN", arXiv:2309.00071,
 section 3.1 (dynamic NTK: the base grows with ``factor * length / trained length - (factor - 1)``).
@@ -32,7 +32,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Return whether a module makes the tables of cos and sin, by the name that families give it."""
+    """Return whether a module makes the tables of cos and sin, judged by its class name."""
     return any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__)
 
 
@@ -47,18 +47,18 @@ def gives_known_tables(module: nn.Module) -> bool:
 
 
 def unknown_tables(backbone: nn.Module) -> str | None:
-    """Return why this backbone's tables may be no rotation, or None if each rotary module is recognised."""
+    """Return why this backbone's tables may not be rotations, or None if each rotary module is recognised."""
     unknown = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
     return f"its cos and sin may be any of {unknown[0]}'s" if unknown else None
 
 
 def is_served(module: nn.Module) -> bool:
-    """Return whether a module uses :func:`rotary_forward`, under accelerate's hooks too."""
+    """Return whether a module uses :func:`rotary_forward`, also under accelerate's hooks."""
     return any(replaces(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
 
 
 def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the length-dependent rotary modules that came after the patch, each with a remedy, for the report."""
+    """Return the length-dependent rotary modules that were added after the patch, each with a remedy."""
     why = (
         "put into the model after the patch, so that sequences get the frequencies of the longest in the batch: "
         "patch(unpatch(model))"
@@ -73,14 +73,14 @@ def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
 def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin, ``[1, T, R]`` or with several rows.
 
-    Dynamic NTK waits for the device once a batch, to read which lengths are long.
+    Dynamic NTK waits for the device once per batch, to read which lengths are long.
 
     Args:
         patched: the replacement on a rotary module.
         x: a tensor of the result's dtype and device.
-        position_ids: ``[1, T]``, or ``[axes, 1, T]``, whose first axis is read. A position that is no larger than the
-            one before it begins a new sequence. Several rows with equal positions are re-padded rows; rows with
-            different positions come from the stock path, and get the stock result.
+        position_ids: ``[1, T]``, or ``[axes, 1, T]``, whose first axis is read. A position that is not larger than
+            the position before it begins a new sequence. Several rows with equal positions are re-padded rows; rows
+            with different positions come from the stock path and get the stock result.
     """
     module = patched.owner
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
@@ -123,8 +123,8 @@ class _With:
 def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return the tables of the family's own forward with the frequencies of ``length`` (0 for short sequences).
 
-    The frequencies of short sequences are those that the module began with, which need not come from transformers'
-    initialiser (HunYuan's don't).
+    For short sequences, these are the frequencies with which the module was built. They need not come from
+    transformers' initialiser (HunYuan's don't).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

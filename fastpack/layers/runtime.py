@@ -13,7 +13,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """The settings that the layers of one patched model share. A single layer can be copied together with them.
+    """The settings that the layers of one patched model share. A copy of a single layer keeps them.
 
     Attributes:
         attention: the requested backend, or ``auto``.

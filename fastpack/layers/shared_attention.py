@@ -1,4 +1,4 @@
-"""Attention whose later layers take the keys and values of an earlier one.
+"""Attention whose later layers take the keys and values of an earlier layer.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size, R rotated elements of a head.
 """
@@ -15,7 +15,7 @@ from fastpack.layers.runtime import Runtime
 from fastpack.utils.protocols import AttentionLike
 
 SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
-"""Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""
+"""Keys and values ``[1, K, T, D]`` by kind of layer, as in transformers."""
 _HEADS = AttentionSpec(qk_norm="head")
 _QUERIES = AttentionSpec(qk_norm="head", norms=("q_norm", "q_norm"))  # there are no keys for the second norm
 
@@ -41,7 +41,7 @@ def heads(
         runtime: settings of the patched model.
         projected: the outputs of :func:`projections`, ``[T, heads * D]`` each.
         tables: cos and sin, ``[1, T, R]``.
-        shared: layers without their own keys read them here; the layers that share their keys write them here.
+        shared: keys and values of other layers. Layers that share theirs write them here; layers without any read them.
     """
     cos, sin = tables[0][0], tables[1][0]
     q, *rest = (x.unflatten(-1, (-1, module.head_dim)) for x in projected)

@@ -2,9 +2,9 @@
 
 A patched model computes its attention itself. It bypasses transformers' table of attention functions, torch's
 ``scaled_dot_product_attention``, and the modes that reroute it. Context and sequence parallelism (Ulysses, ring
-attention) use these three. If another package has changed one of them, fastpack refuses it by name, when it patches a
-model and each time the model runs. Under ``torch.compile`` the check runs while the model is traced, and guards hold
-its result from then on.
+attention) use these three. If another package has changed one of the three, fastpack raises and names it: when it
+patches a model, and each time the model runs. Under ``torch.compile`` the check runs while the model is traced, and
+guards keep its result valid from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastpack.utils.classes import names_in, package_of, place_of
 from fastpack.utils.compile import cached_constant, constant
 
 STOCK_CONFIG = "_fastpack_stock_config"
-"""The attribute of a private config (of a module that attends through our interface) that holds the stock config."""
+"""The attribute of a private config (of a module on fastpack's interface) that holds the stock config."""
 
 _OWN = ("transformers", "torch", "fastpack")
 """Packages whose attention functions a patch may replace: they compute plain attention."""
@@ -59,8 +59,9 @@ class StockAttention:
     Attributes:
         modules: the modules that call transformers' table, one for each config and class, each with the name of its
             modelling file.
-        bypassed: whether a patch computes attention itself. If False, the stock functions run, on one row a sequence;
-            another package's function is then allowed, except with several processes, which may share sequences.
+        bypassed: whether a patch computes attention itself. If False, the stock functions run, with one row per
+            sequence. Another package's function is then allowed, except with several processes, which may share
+            sequences.
         usable: names of transformers' own implementations that the model can be set to.
     """
 
@@ -117,7 +118,7 @@ class StockAttention:
 
 
 def sequence_parallelism(config: Any) -> str | None:
-    """Return ``cp_size=2`` or the like for accelerate's ``ParallelismConfig``; None if it does not spread sequences."""
+    """Return ``cp_size=2`` or the like if accelerate's ``ParallelismConfig`` spreads sequences, else None."""
     sizes = {name: getattr(config, name, None) or 1 for name in ("cp_size", "sp_size")}
     return next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
 
@@ -127,7 +128,7 @@ def describe_parallelism(spread: str, whose: str) -> str:
     kind = "context" if spread.startswith("cp") else "sequence"
     return (
         f"{whose} has {spread}: {kind} parallelism spreads each sequence over processes, and a patched model would "
-        f"attend to this process's part alone. Leave {spread.partition('=')[0]} at 1, or {_TRAIN_UNPATCHED}."
+        f"attend only to this process's part. Leave {spread.partition('=')[0]} at 1, or {_TRAIN_UNPATCHED}."
     )
 
 
@@ -153,9 +154,9 @@ def _is_own(function: object) -> bool:
 
 @cached_constant
 def _helpers(function: object) -> tuple[str, ...]:
-    """Return the names of the functions of its own file that a transformers function calls.
+    """Return the names of the functions in its own file that a transformers function calls.
 
-    Transformers' flash attention function, for one, does all of its work in another.
+    Transformers' flash attention function, for example, does all of its work in such a function.
     """
     if package_of(function) != "transformers" or not hasattr(function, "__globals__"):
         return ()
@@ -167,7 +168,7 @@ def _helpers(function: object) -> tuple[str, ...]:
 def _describe_sdpa(function: object) -> str:
     return (
         f"torch.nn.functional.scaled_dot_product_attention is now {place_of(function)}, not torch's, and a patched "
-        f"model would not call it. {_IF_SPREAD} If it computes the same, put torch's back "
+        f"model would not call it. {_IF_SPREAD} If it computes the same, restore torch's "
         "(torch.nn.functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention); if not, "
         f"{_TRAIN_UNPATCHED}."
     )
@@ -175,7 +176,7 @@ def _describe_sdpa(function: object) -> str:
 
 @constant
 def _describe_mode(mode: type) -> str | None:
-    """Return why a model can't run under a mode; None for fastpack's modes and those of torch's that keep attention."""
+    """Return why a model can't run under a mode; None for fastpack's modes and torch's modes that keep attention."""
     handlers = (getattr(mode, name, None) for name in ("__torch_function__", "__torch_dispatch__"))
     places = [place_of(handler) for handler in handlers if handler is not None]
     if all(place.split(".")[0] in _OWN and not place.startswith(_SPREADS) for place in places):
@@ -192,11 +193,11 @@ def _describe_function(function: object, name: str | None, others: tuple[tuple[s
     if own:
         mend = f"call model.set_attn_implementation({own[0]!r})"
     elif assigned:
-        mend = f"take it out (del transformers.modeling_utils.{_TABLE}[{name!r}])"
+        mend = f"remove it (del transformers.modeling_utils.{_TABLE}[{name!r}])"
     elif name == "sdpa":
-        mend = f"put transformers' own back (transformers.AttentionInterface.register('sdpa', {_TRANSFORMERS_SDPA}))"
+        mend = f"restore transformers' own (transformers.AttentionInterface.register('sdpa', {_TRANSFORMERS_SDPA}))"
     else:
-        mend = "put transformers' own back in its place"
+        mend = "restore transformers' own function"
     return (
         f"the model attends by {place_of(function)} (attn_implementation={name!r}), which is not transformers' own: "
         f"fastpack's attention would compute something else. {_IF_SPREAD} If it computes the same, {mend} first; if "
@@ -208,7 +209,7 @@ def _describe_function(function: object, name: str | None, others: tuple[tuple[s
 def _describe_masks(function: object, name: str | None) -> str:
     return (
         f"the masks of attn_implementation={name!r} are made by {place_of(function)}, which is not transformers' own, "
-        "and a patched model builds no masks. Take it out of transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "
+        "and a patched model builds no masks. Remove it from transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "
         f"or {_TRAIN_UNPATCHED}."
     )
 

@@ -1,8 +1,8 @@
-"""Check each layer's window against the layer's place; :mod:`fastpack.layers.attention` reads the window itself.
+"""Check that each layer's window fits the layer's place; :mod:`fastpack.layers.attention` reads the window itself.
 
-Upstream masks a layer by its place in ``config.layer_types`` and by ``config.sliding_window``. A packed layer reads the
-window that it was built with. The two agree until someone moves layers (removes some, or replicates them as PEFT's
-``layer_replication`` does) or changes the config of a built model.
+The stock model chooses a layer's mask by the layer's place in ``config.layer_types`` and by ``config.sliding_window``.
+A packed layer reads the window that it was built with. The two agree until a user moves layers (removes some, or
+replicates them with PEFT's ``layer_replication``) or changes the config of a built model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Form = Any
 
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _RECURRENT = ("linear_attention", "conv")
-"""The types of layers whose mask marks padding and hides no later tokens."""
+"""The types of layers whose mask only marks padding: it hides no later tokens."""
 EARLIER = {"mamba": "linear_attention", "attention": FULL}
-"""Names of layer types in the configs of Granite's and Nemotron's hybrids before transformers 5.13."""
+"""Names of layer types in configs of Granite's and Nemotron's hybrids before transformers 5.13, with today's names."""
 
 
 def window_of(module: nn.Module, form: Form) -> int | None:
@@ -53,9 +53,9 @@ def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str)
 
     Args:
         module: the mixer.
-        spec: its family's form.
+        spec: the form of its family's mixer.
         name: ``spec.window`` or ``spec.chunk``: the attribute that holds the size, or None.
-        kind: the type of such layers in ``layer_types``.
+        kind: the type in ``layer_types`` of layers with a window, or of layers with chunks.
     """
     if name is None:
         return None
@@ -83,14 +83,14 @@ def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
 
 @dataclass(frozen=True)
 class WindowMismatch:
-    """A layer whose window differs from the one by which the stock model masks it: a description, and how to fix it."""
+    """A layer whose window differs from its mask in the stock model: a description, and how to fix it."""
 
     what: str
     mend: str
 
 
 def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[WindowMismatch]:
-    """Yield a mismatch for each layer whose window is not the one that its place and the config ask for.
+    """Yield a mismatch for each layer whose window is not the window that its place and the config require.
 
     Args:
         backbone: the decoder.
@@ -112,7 +112,7 @@ def _masks_by_place(owner: nn.Module) -> bool:
 
 
 def _configs(backbone: Any, owner: Any) -> list[Any]:
-    """Return the configs by which the stock model masks: the one of the layers' owner, and a mask-making wrapper's."""
+    """Return the configs from which the stock model makes masks: the layer owner's, and that of a wrapper, if any."""
     own = owner.config
     outer = own if owner is backbone else backbone.config.get_text_config(decoder=True)
     return [own] if outer is own else [own, outer]
@@ -127,13 +127,15 @@ def _mismatch(config: ConfigLike, name: str, module: nn.Module, form: Form, plac
         return None
     own = _kind(module, form, kinds, expected)
     if own not in (None, expected):
-        setting = f"config.layer_types[{place}], by which the stock model masks it, says {expected}"
+        setting = f"config.layer_types[{place}], from which the stock model makes its mask, says {expected}"
         setting += ", whose mask lets attention see later tokens" if expected in _RECURRENT else ""
         return WindowMismatch(f"{name} was built for {own}, but {setting}", MEND)
     own_size = None if expected != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
     if own_size not in (None, size):
-        setting = f"config.sliding_window, by which the stock model masks it, says {size}"
-        return WindowMismatch(f"{name} was built for a window of {own_size}, but {setting}", f"set that to {own_size}")
+        setting = f"config.sliding_window, from which the stock model makes its mask, says {size}"
+        return WindowMismatch(
+            f"{name} was built for a window of {own_size}, but {setting}", f"set config.sliding_window to {own_size}"
+        )
     return None
 
 
@@ -152,7 +154,7 @@ _FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, 
 
 
 def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
-    """Raise if layers' windows are not those by which the stock model masks."""
+    """Raise if layers' windows differ from the stock model's masks."""
     mismatches = list(misplaced(backbone, forms))
     if mismatches:
         first, more = mismatches[0], f" (and {len(mismatches) - 1} more)" if mismatches[1:] else ""
@@ -164,11 +166,11 @@ def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
 
 @dataclass(eq=False)
 class LayerOrder:
-    """A backbone's layers and their settings in the config at the last check: the next forward sees a change.
+    """A backbone's layers, and their settings in the config, at the last check, so that a forward notices changes.
 
     Attributes:
         owner: the module that holds the list ``layers``.
-        checked: the layers in order, and for each config their types and the size of windows.
+        checked: the layers in order; and for each config, the layers' types and the window size.
     """
 
     owner: nn.Module
@@ -176,13 +178,13 @@ class LayerOrder:
 
     @classmethod
     def of(cls, backbone: nn.Module) -> LayerOrder | None:
-        """Return the order of the layers that the stock model masks by place, or None if it masks none by place."""
+        """Return the order of the layers if the stock model chooses their masks by place, else None."""
         owners = (m for m in backbone.modules() if "layers" in m._modules and _masks_by_place(m))
         owner = next(owners, None)
         return None if owner is None else cls(owner, _layout(backbone, owner))
 
     def check(self, backbone: nn.Module) -> None:
-        """Raise if layers were moved or their config changed, so that their windows differ from what it asks for.
+        """Raise if layers were moved or their config changed, so that windows differ from the config.
 
         It never waits for the device. While nothing has changed, it compares each layer's identity and type.
         """
@@ -212,14 +214,14 @@ def _layout(backbone: nn.Module, owner: nn.Module) -> _Layout:
 
 
 MEND = (
-    "set config.layer_types (or attn_layer_indices, where that is made of these) to the layers' kinds in their present "
-    "order, and each layer_idx to its layer's place, or let each layer stand where the config has its kind"
+    "set config.layer_types (or attn_layer_indices, if the config has these instead) to the layers' kinds in their "
+    "present order, and each layer_idx to its layer's place; or move each layer to where the config has its kind"
 )
-"""The fix after which stock and packed attention agree again."""
+"""The fix for moved layers: stock and packed attention then agree again."""
 
 
 def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
-    """Return the owner of the list of layers that holds a module, and the layer's place, None if it is in no list."""
+    """Return the owner of the list of layers that holds a module, and the layer's place; without a list, None."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if at is None:
@@ -238,5 +240,5 @@ def _kind(module: nn.Module, form: Form, kinds: Any, expected: str) -> str | Non
         return kinds[at] if masked and at is not None and at < len(kinds) else None
     of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
     if expected not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
-        return None  # such configs may call full what is masked by a window
+        return None  # such configs may give the type full to a layer that is masked by a window
     return FULL if window_of(module, form) is None else SLIDING

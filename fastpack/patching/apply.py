@@ -27,8 +27,8 @@ from fastpack.utils.replacement import FORWARD_COPY, Replacement, Restore, repla
 def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[PatchPlan]:
     """Return plans for the models that these options change; see :func:`make_plan`.
 
-    Each model is planned without our forwards: a patch in force is undone first. If any plan fails, every such patch is
-    installed again.
+    Each model is planned without fastpack's forwards: an existing patch is undone first. If any plan fails, every
+    undone patch is installed again.
     """
     plans: list[PatchPlan] = []
     with ExitStack() as on_failure:
@@ -47,8 +47,8 @@ def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> li
             plans.append(make_plan(model, options, match))
             if plans[-1].mixing.describe()["tier"] == "re-padded model":
                 warnings.warn(
-                    f"{plans[-1].report.model} runs as a re-padded model: its sequences are exact and apart, but run "
-                    "on padded rows, so that nothing gets faster.",
+                    f"{plans[-1].report.model} runs as a re-padded model: its sequences are exact and isolated, but "
+                    "run on padded rows, so nothing gets faster.",
                     NoFasterWarning,
                     stacklevel=3,
                 )
@@ -57,19 +57,19 @@ def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> li
 
 
 def _refuse_another_head(parts: Parts, state: PatchState) -> None:
-    """Raise if a backbone is patched with another head, which this patch would leave stock."""
+    """Raise if a backbone is patched together with another head, which this patch would make stock again."""
     heads = [change.module for change in state.changes if replaces(change, head_forward)]
     if not heads or parts.head in heads:
         return
     other = "the backbone alone" if parts.head is None else f"another head, a {type(parts.head).__name__},"
     raise PatchError(
         f"this {type(parts.backbone).__name__} is patched with its {type(heads[0]).__name__}, and a patch with "
-        f"{other} would leave that one stock. Patch the same model again, or unpatch it first. Nothing was changed."
+        f"{other} would leave that head stock. Patch the same model again, or unpatch it first. Nothing was changed."
     )
 
 
 def apply(plan: PatchPlan, options: PatchOptions) -> None:
-    """Install the changes of a plan, and keep their record on the backbone."""
+    """Install the changes of a plan, and store a record of them on the backbone."""
     register_interface(options.attention)
     changes: list[Change] = []
     configs: dict[int, Any] = {}
@@ -90,7 +90,7 @@ def apply(plan: PatchPlan, options: PatchOptions) -> None:
 
 
 def restore(model: nn.Module) -> list[Restore]:
-    """Undo a patch, and return what installs it again, to be called from the last to the first."""
+    """Undo a patch, and return functions that install it again, to be called from the last to the first."""
     parts = find_parts(model)
     state = state_of(parts.backbone)
     if state is None:
@@ -105,7 +105,7 @@ def restore(model: nn.Module) -> list[Restore]:
 
 @contextmanager
 def temporarily_patched(model: nn.Module, match: Match) -> Iterator[None]:
-    """Patch a stock model with the default options, and restore it at the end."""
+    """Patch a stock model with the default options inside a ``with`` block, then restore it."""
     options = PatchOptions()
     for plan in plan_all([model], options, match):
         apply(plan, options)
@@ -117,9 +117,9 @@ def temporarily_patched(model: nn.Module, match: Match) -> Iterator[None]:
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[PatchState]:
-    """Remove what other code has put over our forwards, and over the model's own, until the end.
+    """Remove wrappers of other code around fastpack's and the model's forwards inside a ``with`` block.
 
-    That is autocast, for example. Accelerate's hooks, which move tensors, stay.
+    Autocast is an example. Accelerate's hooks, which move tensors, stay.
 
     Yields:
         The record of the patch.
@@ -128,7 +128,7 @@ def without_wrappers(model: nn.Module) -> Iterator[PatchState]:
     assert state is not None
     with ExitStack() as later:
         for module in wrapper_chain(model):
-            wrapped = module.__dict__.get("_original_forward")  # accelerate's prepare() leaves it there
+            wrapped = module.__dict__.get("_original_forward")  # accelerate's prepare() stores it there
             if wrapped is not None and "_hf_hook" not in module.__dict__:
                 later.callback(setattr, module, "forward", module.__dict__["forward"])
                 module.forward = wrapped
@@ -140,7 +140,7 @@ def without_wrappers(model: nn.Module) -> Iterator[PatchState]:
 
 @contextmanager
 def disabled(state: PatchState) -> Iterator[None]:
-    """Disable every change until the end, so that the model is stock, and touch nothing that other code did."""
+    """Disable every change inside a ``with`` block, so that the model is stock. Changes by other code stay."""
     with ExitStack() as later:
         for change in reversed(state.changes):
             later.callback(change.disable())

@@ -17,7 +17,7 @@ from fastpack.utils.protocols import ModelLike
 
 
 def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -> AttentionShape:
-    """Return what one attention module will ask of a backend, as far as that is known before there is a batch."""
+    """Return the shape that one attention module will ask a backend for, as far as known before there is a batch."""
     config = backbone.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
@@ -28,7 +28,7 @@ def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -
         device=next(backbone.parameters()).device,
         dtype=backbone.dtype,
         num_heads=heads,
-        # latent attention ignores num_key_value_heads; if that is larger than heads, the group size is 0
+        # latent attention ignores num_key_value_heads; if these are more than heads, the group size is 0
         num_kv_heads=heads // max(1, getattr(module, "num_key_value_groups", 1)) or heads,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
@@ -44,10 +44,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def serving_backends(shapes: Sequence[AttentionShape], attention: str) -> tuple[list[str], tuple[str, ...]]:
-    """Return the names of the backends that will serve, each once, and notes on them.
+    """Return the names of the backends that will serve these shapes, each once, and notes on them.
 
     Args:
-        shapes: What the attention modules will ask of a backend.
+        shapes: The shapes that the attention modules will ask a backend for.
         attention: ``auto``, or the backend asked for by name.
 
     Raises:

@@ -1,6 +1,6 @@
 """The changes that a patch makes to a model.
 
-Each can be undone or disabled, even if other code has put something over it since. A new forward is a
+Each change can be undone or disabled, even if other code has wrapped it since. A new forward is a
 :class:`fastpack.utils.replacement.Replacement`; the other kinds of changes are here. The backbone keeps all of them
 (:mod:`fastpack.patching.state`).
 """
@@ -35,14 +35,14 @@ from fastpack.utils.replacement import (
 )
 
 _PARTS = (attention_forward, mlp_forward, norm_forward)
-"""The forwards of parts that a layer computes itself, fused with what lies around them."""
+"""The forwards of parts that a layer computes itself, fused with neighbouring operations."""
 
 
 @dataclass(eq=False)
 class Attribute:
     """An attribute of a module other than its forward: a private config, or a forward under a second name.
 
-    Its methods are those of a :class:`PreHook`.
+    It has the methods of a :class:`PreHook`.
     """
 
     module: nn.Module
@@ -56,7 +56,7 @@ class Attribute:
         setattr(self.module, self.name, self.ours)
 
     def undo(self) -> Restore:
-        """Restore the attribute's earlier value, and return what sets ours again."""
+        """Restore the attribute's earlier value, and return a function that sets fastpack's value again."""
         if self.module.__dict__.get(self.name) is not self.ours:
             return do_nothing
         if self.previous is not None:
@@ -75,17 +75,17 @@ Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
 
 
 def restore_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:
-    """Restore the modules that PEFT copied from patched ones.
+    """Restore the modules that PEFT copied from patched modules.
 
-    These are ``modules_to_save``, tuned norms and replicated layers. Other modules that carry something of ours belong
-    to another model, whose patch is in force.
+    These are ``modules_to_save``, tuned norms and replicated layers. Other modules with fastpack's forwards belong to
+    another model, which stays patched.
 
     Args:
         model: The model, with its wrappers.
         changed: The modules that the patch itself changed, which are restored already.
 
     Returns:
-        Functions that set our forwards on the copies again.
+        Functions that set fastpack's forwards on the copies again.
     """
     restored, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
     saved = (
@@ -111,9 +111,9 @@ def restore_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Resto
 
 
 def _weights(module: nn.Module) -> tuple[type, int] | None:
-    """Return a module's class and the address of its weights, which copies share; None if they have none.
+    """Return a module's class and the address of its weights, which copies share, or None if there is no address.
 
-    Weights have no address on the meta device, and when they are spread over ranks.
+    Weights have no address on the meta device, or if they are spread over ranks.
     """
     first = next(module.parameters(), None)
     place = 0 if first is None else first.data_ptr()  # zero on meta, and for weights that are spread over ranks
@@ -121,13 +121,13 @@ def _weights(module: nn.Module) -> tuple[type, int] | None:
 
 
 def carries_ours(module: nn.Module) -> bool:
-    """Return whether a module has a forward of ours, or attends through our interface."""
+    """Return whether a module has a forward of fastpack's, or attends through fastpack's interface."""
     ours = FORWARD_COPY in module.__dict__ or replacement_on(module) is not None
     return ours or stock_config(module) is not None
 
 
 def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
-    """Count the modules that have a drop-in forward, such as Liger's, over ours or had one under it."""
+    """Count the modules with a drop-in forward, such as Liger's, bound before or after fastpack's forward."""
     return sum(
         any(_is_drop_in(change, forward) for forward in (change.owner.__dict__.get("forward"), change.earlier))
         for change in _forwards(backbone, changes)
@@ -135,22 +135,24 @@ def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
 
 
 def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, str], ...]:
-    """Return the parts of layers that now run by themselves, by class, and why.
+    """Return the classes of parts of layers that now run unfused, and why.
 
-    A user has put hooks on them, or another forward over ours, since the patch.
+    Since the patch, a user has put hooks on them, or has replaced fastpack's forward.
     """
     reasons: Counter[tuple[str, str]] = Counter()
     for change in _forwards(backbone, changes):
         module = change.owner
         if change.place() is None and not _is_drop_in(change, module.__dict__.get("forward")):
-            reasons[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
+            reasons[type(module).__name__, "another forward has replaced fastpack's, and runs"] += 1
         elif has_hooks(module) and change.function in _PARTS:
-            reasons[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
+            reasons[
+                type(module).__name__, "with hooks: called as a module, so its neighbours are not fused with it"
+            ] += 1
     return tuple((name, f"{count}: {why}") for (name, why), count in reasons.items())
 
 
 def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
-    """Return our forwards of modules that are still inside the backbone."""
+    """Return fastpack's forwards of modules that are still inside the backbone."""
     inside = {id(module) for module in backbone.modules() if module is not backbone}
     return [
         change
@@ -160,14 +162,14 @@ def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacemen
 
 
 def _is_drop_in(ours: Replacement[Any, Any], forward: object) -> bool:
-    """Return whether another forward computes the same as ours."""
+    """Return whether another forward computes the same as fastpack's."""
     return ours.function in (mlp_forward, norm_forward) and is_drop_in(ours.owner, forward, ours.spec)
 
 
 def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContext | None]:
-    """Return the contexts that tell a module's forward, and its attention, of the packing.
+    """Return the contexts that hold the packing for a module's forward and for its attention.
 
-    They stand in where no keyword does. None means that there is no context.
+    They are used if no keyword passes the packing. None means that there is no context.
     """
     ours = replacement_on(module)
     of_forward = ours.runtime.context if ours is not None and isinstance(ours.runtime, Runtime) else None
@@ -175,7 +177,7 @@ def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContex
 
 
 def restore_head(head: nn.Module) -> None:
-    """Restore a head whose backbone was replaced, and with it the record of the patch."""
+    """Restore a head after its backbone, which held the record of the patch, was replaced."""
     _restore_forwards(head)
     if isinstance(head.__dict__.get("generate"), Replacement):
         restore_class_method(head, "generate")

@@ -1,4 +1,4 @@
-"""``report``: the account of a patch as it is now, with everything that changed since."""
+"""Make the report of a patch as it is now, including all changes since the patch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROJECTING = {"attention", "mlp", "layer"}
 
 
 def inspect_patch(target: object, *more_notes: str) -> PatchReport:
-    """Return the report of a model, or of the one that a trainer trains.
+    """Return the report of a model, or of the model that a trainer trains.
 
     Args:
         target: The model or trainer.
@@ -48,7 +48,7 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     skipped += unfused(backbone, state.changes)
     replaced = None if head is None else replaced_forward(head)
     if replaced is not None:
-        skipped += ((type(head).__name__, f"its class's forward is {replaced}: that runs, around a patched backbone"),)
+        skipped += ((type(head).__name__, f"its class's forward is {replaced}, which runs around a patched backbone"),)
     fused_asked = state.options.loss is not None or fused is not None
     if fused_asked and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state, target)
@@ -67,11 +67,11 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
 
 
 def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:
-    """Return notes on wrappers that learn prompts, whether they came before the patch or after it."""
+    """Return notes on wrappers that learn prompts, whether they were added before or after the patch."""
     return tuple(
-        "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever this report says"
+        "PEFT's prompts pass a cache: every batch runs the stock forward with padding, even if this report differs"
         if passes_a_cache(wrapper)
-        else "PEFT's prompts: for batches padded on the right"
+        else "PEFT's prompts: only for batches padded on the right"
         for wrapper in filter(learns_prompts, wrapper_chain(model))
     )
 
@@ -80,28 +80,28 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     notes: list[str] = []
     drop_ins, unknown = count_drop_ins(backbone, state.changes), count_unknown(backbone)
     if drop_ins:
-        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: layers compute themselves what they fuse")
+        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: layers that fuse them use fastpack's instead")
     if unknown:
-        notes.append(f"{unknown} modules are of Liger's own classes: they are called as modules")
+        notes.append(f"{unknown} modules have Liger's own classes: they are called as modules")
     return tuple(notes)
 
 
 def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object) -> str | None:
-    """Return why the loss that was asked for is not fused, as far as the target shows it now; or None."""
+    """Return why the requested loss is not fused, as far as the target shows now, or None."""
     of_trainer = trainer_record(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
         return str(rejected)
     if head is None:
-        return "a bare backbone has none"
+        return "a bare backbone has no loss"
     if state.options.loss is None:
         return "the model was patched anew, without loss='fused': TRL's loss runs"
-    came_after = f"this {type(head).__name__} came after the patch"
+    came_after = f"this {type(head).__name__} was added after the patch"
     reason = fused_loss_fails(head, asked_for=of_trainer is not None) if carries(head, state) else came_after
     return None if reason is None else f"{reason}: the stock loss runs"
 
 
 def why_no_fused_loss(trainer: TrainerLike) -> str | None:
-    """Return why a trainer with the fused loss, or its head, would compute another loss now; or None."""
+    """Return why a trainer that asked for the fused loss would now compute another loss, or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)
     if state is None:

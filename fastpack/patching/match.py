@@ -1,4 +1,4 @@
-"""Decide on classes whose sources were not proved: fast if a twin matches, else their own forwards, with a warning."""
+"""Choose the forwards of classes with unproved sources: fast if a twin matches, else their own, with a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastpack.utils.classes import replaced_forward, stock_class
 from fastpack.utils.versions import version_of
 
 Match = Callable[[nn.Module, Family, Mapping[str, Spec]], Mapping[str, str]]
-"""A function that returns, for each class, why its spec does not match it; an empty string if it does."""
+"""A function that returns for each class why its spec doesn't match, or an empty string if it matches."""
 
 
 def settle(recognised: Recognised, match: Match, *, head: bool) -> Recognised:
@@ -34,12 +34,12 @@ def settle(recognised: Recognised, match: Match, *, head: bool) -> Recognised:
 
     Warns:
         FastpackWarning: A class does not compute what its row says, and keeps its own forward.
-        UntriedVersionWarning: A class mixes tokens in its stock forward, and has a source that was not tried.
+        UntriedVersionWarning: A class mixes tokens in its stock forward, and fastpack was not tried with its source.
     """
     if recognised.untried:
         warnings.warn(
-            f"{', '.join(recognised.untried)} of transformers {version_of('transformers')} mix tokens, and have "
-            "sources that fastpack was not tried with. fastpack.verify(model) tries yours.",
+            f"{', '.join(recognised.untried)} of transformers {version_of('transformers')} mix tokens, but "
+            "fastpack was not tried with their sources. fastpack.verify(model) checks your model.",
             UntriedVersionWarning,
             stacklevel=5,
         )
@@ -53,7 +53,7 @@ def settle(recognised: Recognised, match: Match, *, head: bool) -> Recognised:
 def match_specs(
     backbone: nn.Module, family: Family, names: Sequence[str], match: Match
 ) -> tuple[dict[str, Spec], Skipped]:
-    """Return the specs that match these classes, today's or an earlier form, and why the other classes don't match.
+    """Return the matching spec of each class, in its present or an earlier form, and why other classes don't match.
 
     Warns:
         FastpackWarning: A class does not match.
@@ -67,8 +67,8 @@ def match_specs(
         reasons = {name: why for name, why in {**results, **reasons}.items() if name not in matched}
     for name, why in reasons.items():
         warnings.warn(
-            f"{name} of transformers {version_of('transformers')} is not the one that fastpack was proved on, and a "
-            f"twin of it does not match: {why}. Its own forward runs: as exact, and slower.",
+            f"{name} of transformers {version_of('transformers')} is not the version that fastpack was proved on, "
+            f"and a twin of it does not match: {why}. Its own forward runs: just as exact, but slower.",
             FastpackWarning,
             stacklevel=6,
         )

@@ -28,32 +28,34 @@ class TokenBudget:
     Pass it, or just its ``max_tokens``, to :func:`fastpack.patch` with a trainer that is already built: transformers'
     ``Trainer``, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO.
 
-    **Full batches** (the default). Micro-batches are filled with whole examples up to ``max_tokens``, in random order,
-    whatever ``per_device_train_batch_size`` is. An optimiser step has ``gradient_accumulation_steps`` of them. Each
-    example comes once an epoch, and ``dataloader_drop_last`` drops none.
+    **Full batches** (the default). Micro-batches are filled with whole examples up to ``max_tokens``, in random order;
+    ``per_device_train_batch_size`` is ignored. An optimiser step has ``gradient_accumulation_steps`` micro-batches.
+    Each example comes once per epoch, even with ``dataloader_drop_last``.
 
     **Same steps** (``same_steps=True``). The trainer keeps its own batches, so each optimiser step has the same
     examples as without a budget. A batch over the budget runs in pieces, each with its own forward and backward. GRPO
     and RLOO generate their batches and always work this way; leave ``same_steps`` out for them. A stream
     (``IterableDataset``) needs ``same_steps=True``: its lengths are unknown beforehand, so an example over the budget
-    is no error and runs alone.
+    runs alone and is not an error.
 
-    **Losses.** The loss of an optimiser step is the mean over all its trained tokens, pairs or sequences, over
-    accumulation and ranks, so its gradient is that of one big batch, however uneven the micro-batches are. That also
-    holds for your own ``compute_loss`` or ``compute_loss_func``, whether it returns the mean over its micro-batch or
-    divides by ``num_items_in_batch``: it gets the label count of its own micro-batch, so both are the same mean. (Set
-    ``loss_is_scaled_for_ga`` on the trainer to say which of the two it is; it then gets the step's count, or none.) For
-    a classifier, transformers' ``Trainer`` adds up the means of accumulated micro-batches, so stock gradients are
-    ``gradient_accumulation_steps`` times these. A value that a loss computes from a whole micro-batch (KTO's KL, the
-    auxiliary loss of experts) and the means that a trainer logs stay those of each micro-batch.
+    **Losses.** The loss of an optimiser step is the mean over all of the step's trained tokens, pairs or sequences, on
+    all ranks and in all micro-batches. So its gradient is that of one big batch, even if micro-batches are uneven. That
+    also holds for your own ``compute_loss`` or ``compute_loss_func``. It may return the mean over its micro-batch or
+    divide by ``num_items_in_batch``: it gets the label count of its own micro-batch, so both are the same mean. (To say
+    which of the two your loss does, set ``loss_is_scaled_for_ga`` on the trainer; your loss then gets the step's count,
+    or no count.)
 
-    **Several ranks.** The budget holds on each rank. All ranks run the same number of micro-batches, balanced by their
-    cost, and of pieces.
+    For a classifier, transformers' ``Trainer`` adds up the means of accumulated micro-batches, so stock gradients are
+    ``gradient_accumulation_steps`` times these. Two kinds of values are still computed per micro-batch: those that a
+    loss computes from a whole micro-batch (KTO's KL, the auxiliary loss of experts), and the means that a trainer logs.
 
-    **Resuming.** Schedules, checkpoints and resuming in the middle of an epoch work as in the stock trainer. A
-    checkpoint of another budget, of data with other lengths, or of another number of processes raises; other data with
-    the same lengths pass, as in the stock trainer. A run that resumes
-    without ``max_tokens`` has no such check.
+    **Several ranks.** The budget holds on each rank. All ranks run the same number of micro-batches, balanced by
+    their cost, and the same number of pieces.
+
+    **Resuming.** Schedules, checkpoints and resuming in the middle of an epoch work as in the stock trainer. Resuming
+    raises if the checkpoint has another budget, other sequence lengths in the data, or another number of processes.
+    Other data with the same lengths pass, as in the stock trainer. A run that resumes without ``max_tokens`` has no
+    such check.
 
     Setting up a budget raises :class:`~fastpack.PackingError` if the data set's lengths can't be known or an example is
     over the budget (the message names it). It raises :class:`~fastpack.PatchError`, and says why, if the trainer can't
@@ -69,7 +71,7 @@ class TokenBudget:
       row of a batch; DeepSpeed; ``even_batches=False`` on several ranks without ``dataloader_drop_last``.
 
     Attributes:
-        max_tokens: the largest number of real tokens in a micro-batch on each rank; a pair counts with both sides.
+        max_tokens: the largest number of real tokens in a micro-batch on each rank; both sides of a pair count.
         same_steps: whether the trainer keeps its own batches, which are then split.
         too_long: what to do with an example longer than ``max_tokens``: ``error`` raises; ``truncate`` keeps its first
             tokens, with full batches of ``input_ids`` only (set ``max_length`` in the trainer's config for pairs).
@@ -100,7 +102,7 @@ class PatchKeywords(TypedDict, total=False):
 
 
 def not_a_choice(name: str, value: object, allowed: Sequence[Any]) -> PatchError:
-    """Return the error for a value that an option does not take."""
+    """Return the error for a value that an option does not allow."""
     return PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
 
 
@@ -142,6 +144,6 @@ class PatchOptions:
         if self.graphs is not None and self.share_prefixes is not None:
             raise PatchError(
                 f"graphs={self.graphs!r} and share_prefixes={self.share_prefixes!r} exclude each other: a recorded "
-                "step needs sizes that come again, and every batch shares another number of tokens. Pass one of them: "
-                "graphs save time where layers are small, shared prefixes where they are big."
+                "step needs sizes that come again, but the number of shared tokens differs in every batch. Pass only "
+                "one: graphs save time if layers are small, shared prefixes if layers are big."
             )

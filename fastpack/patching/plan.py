@@ -1,4 +1,4 @@
-"""PatchPlan which forwards to swap on a model, and say why the rest stays, without changing anything."""
+"""Plan which forwards to swap on a model, and say why the rest stays, without changing anything."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class PatchPlan:
     Attributes:
         backbone: The model's backbone.
         runtime: The runtime that the replacements share.
-        replacements: New methods of modules, not installed yet.
-        interface_modules: Attention that keeps its own forward, and attends through our interface.
+        replacements: The new methods of modules, not installed yet.
+        interface_modules: Attention modules that keep their own forward and attend through fastpack's interface.
         pre_hook: The hook before the head, or before a bare backbone.
         mixing: The modules that mix tokens, each with its tier.
         report: What is known before the patch; :func:`fastpack.patching.inspection.inspect_patch` adds what may change.
@@ -106,7 +106,7 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> PatchPla
     """Plan a patch; :func:`fastpack.patch` documents the errors and warnings.
 
     Args:
-        model: The model, without our forwards.
+        model: The model, without fastpack's forwards.
         options: The options of the patch.
         match: Judges the classes whose sources were not proved.
     """
@@ -153,7 +153,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
 
 
 def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
-    """Raise if ``strict`` or ``share_prefixes`` can't be met by this model."""
+    """Raise if this model can't meet the options ``strict`` or ``share_prefixes``."""
     family, specs = recognised.family, recognised.specs
     fast = family.tier == "fast" and all(name in specs for name in family.attention)
     tier = "varlen" if family.tier == "fast" and not fast else family.tier
@@ -171,7 +171,7 @@ def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
 
 
 def _make_runtime(recognised: Recognised, options: PatchOptions, forms: Mapping[int, Form]) -> ModelRuntime:
-    """Make the runtime that the replacements share, as the options ask."""
+    """Make the runtime that the replacements share, from the options."""
     backbone = recognised.backbone
     # an unknown forward of a layer may drop the packing keyword, and the mask with it
     context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
@@ -238,7 +238,7 @@ def _head_kind(head: nn.Module) -> HeadKind:
         return "token_classification"
     if name.endswith("ForQuestionAnswering"):
         raise UnsupportedModelError(
-            f"{name} finds spans in a row; causal LMs, sequence and token classifiers are covered."
+            f"{name} finds spans in a row, which is not covered; causal LMs, sequence and token classifiers are."
         )
     return "causal_lm"
 
@@ -274,7 +274,7 @@ def _form(module: nn.Module, recognised: Recognised) -> Spec | None:
 
 
 def _is_replaced(module: nn.Module, spec: Spec, recognised: Recognised) -> bool:
-    """Return whether other code has replaced a module's forward, or methods that it calls, with different ones.
+    """Return whether other code has replaced a module's forward, or a method that the forward calls.
 
     A forward that computes the same, such as Liger's, doesn't count.
     """
@@ -289,7 +289,7 @@ def _replaced_norms_and_mlps(recognised: Recognised) -> Skipped:
     return tuple(
         (
             own_class(module, recognised.family) or type(module).__name__,
-            "its forward was already replaced by someone else: left alone",
+            "other code had already replaced its forward: left alone",
         )
         for module in recognised.backbone.modules()
         if isinstance(spec := _form(module, recognised), (NormSpec, MlpSpec)) and _is_replaced(module, spec, recognised)
@@ -311,14 +311,14 @@ def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> list[Replacement[Any,
         if not gives_known_tables(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has rotary type {module.rope_type!r}, whose frequencies depend on the "
-                "length, and a forward or a hook that is not transformers', which is not covered. Remove it, or "
+                "length. It has a forward or a hook that is not transformers', which is not covered. Remove it, or "
                 "train the model unpatched. Nothing was changed."
             )
         if mentions(module, "polar"):  # cos and sin are one complex table
             raise UnsupportedModelError(
                 f"{type(backbone).__name__} has rotary type {module.rope_type!r}, whose frequencies depend on the "
-                "length, and complex tables, which is not covered. Other rotary types are (rope_parameters of the "
-                "config); or train it unpatched. Nothing was changed."
+                "length, and complex tables, which is not covered. Set another rotary type (rope_parameters of the "
+                "config), or train it unpatched. Nothing was changed."
             )
     return [_replacement(module, rotary_forward, None, runtime) for module in modules]
 
@@ -327,7 +327,7 @@ def _replacement(
     module: nn.Module, function: Callable[..., Any], spec: object, runtime: Runtime | ModelRuntime
 ) -> Replacement[Any, Any]:
     """Return a replacement of a module's forward."""
-    # accelerate keeps the forward that its hooks wrap under this name
+    # under this name accelerate keeps the forward that its hooks wrap
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     return Replacement(module, name, function, spec, runtime)
 
@@ -335,10 +335,10 @@ def _replacement(
 def _computed_here(
     planned: Sequence[Replacement[Any, Any]], through_interface: Sequence[nn.Module], family: Family
 ) -> list[nn.Module]:
-    """Return the modules for which a later replacement of the class's forward has to be noticed.
+    """Return the modules for which fastpack must notice if their class's forward is replaced later.
 
-    Our forwards bypass such a replacement, or the class's own forward is called with packed tokens. Modules that run on
-    rows, and the head, may have any forward.
+    Fastpack's forwards would bypass the new forward, or would call it with packed tokens. Modules that run on rows, and
+    the head, may have any forward.
     """
     functions = [forward for _, forward in FAST] + ([] if family.repadded else [backbone_forward])
     return [*(each.module for each in planned if each.function in functions), *through_interface]
@@ -347,7 +347,7 @@ def _computed_here(
 def _mixing_modules(
     recognised: Recognised, planned: Sequence[Replacement[Any, Any]], through_interface: Sequence[nn.Module]
 ) -> list[tuple[nn.Module, Tier | MixerSpec]]:
-    """Return the modules that mix tokens, each with its tier or mixer; in a re-padded model the backbone."""
+    """Return the modules that mix tokens, each with its tier or mixer. In a re-padded model it is the backbone."""
     if recognised.family.repadded:
         return [(recognised.backbone, "re-padded model")]
     inside = {id(module) for layer in recognised.replaced_layers for module in layer.modules()}
@@ -374,10 +374,10 @@ def _make_report(
     backends, backend_notes = serving_backends(list(dict.fromkeys(shapes)), options.attention)
     notes: list[str] = []
     if options.graphs == "auto" and runtime.graphs is None:
-        notes.append("graphs: off, since some of its layers look each batch up on the host, which a recording can't do")
+        notes.append("graphs: off, since some layers look up each batch on the host, which a recording can't do")
     notes += [
         f"rotary type {each.module.rope_type!r}: each sequence gets the frequencies of its own length; the stock "
-        "padded model takes those of the longest in the batch"
+        "padded model uses those of the longest sequence in the batch"
         for each in replacements
         if each.function is rotary_forward
     ]

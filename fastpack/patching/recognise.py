@@ -21,7 +21,7 @@ from fastpack.utils.hooks import own_forward
 
 
 def own_class(module: nn.Module, family: Family) -> str | None:
-    """Return the name of a module's class if it is of this family's upstream module, else None.
+    """Return the name of a module's class if the class is from this family's file in transformers, else None.
 
     A class of the same name from elsewhere gives None, too.
     """
@@ -30,20 +30,20 @@ def own_class(module: nn.Module, family: Family) -> str | None:
 
 
 Skipped = tuple[tuple[str, str], ...]
-"""Things that are left alone, each with the reason."""
+"""Classes and options that are left alone, each with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recognised:
-    """Everything that is known of a model.
+    """Everything that fastpack knows about a model.
 
     Attributes:
         backbone: The model's backbone.
         family: The family, adjusted to this very model.
-        specs: What the classes with fast forwards compute, by class name. Their sources are proved, or their forms were
-            matched by a twin.
+        specs: The specs of the classes with fast forwards, by class name. The source of a class is proved, or a twin
+            matched its spec.
         unknown: Classes with a row in the family's table whose source was not proved.
-        untried: Classes that mix tokens in their stock forward, with a source that was not tried.
+        untried: Classes that mix tokens in their stock forward, and with whose source fastpack was not tried.
         replaced_layers: Modules around attention whose forward other code has replaced.
         attends_by: The attention functions of the stock model.
         skipped: Classes that keep their own forward, and why.
@@ -70,7 +70,7 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
 
     Raises:
         UnsupportedModelError: No family that is known to be exact covers the model.
-        PatchError: A module that mixes tokens, or an adapter, is not known.
+        PatchError: A module that mixes tokens, or an adapter, is unknown.
     """
     family, backbone = family or covered_family(parts), parts.backbone
     refuse_rows((parts.head or backbone).modules())
@@ -107,7 +107,7 @@ def with_specs(recognised: Recognised, specs: Mapping[str, Spec], **others: Any)
 
 
 def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
-    """Return the family's own classes with their own forwards, and the skipped classes, which run another."""
+    """Return the family's classes that run their own forwards, and the skipped classes, which run other forwards."""
     own: list[Any] = []
     skipped: list[tuple[str, str]] = []
     classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
@@ -122,10 +122,10 @@ def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
 
 
 def refuse_unknown_mixers(backbone: nn.Module, family: Family) -> None:
-    """Raise for a class of unknown origin in the place of one that mixes tokens: it would not know of the packing.
+    """Raise if a module that seems to mix tokens has a class of unknown origin: it would not know the packing.
 
-    Such a class has the name of one that mixes tokens, as in a copied file, or stands where other layers have a
-    recurrent module.
+    A module seems to mix tokens if its class has the name of a class that does (as in a copied file), or if other
+    layers have a recurrent module in the same place.
     """
     mixing = {*family.attention, *family.mixers}
     named = dict(backbone.named_modules())
@@ -148,10 +148,11 @@ def refuse_unknown_mixers(backbone: nn.Module, family: Family) -> None:
 def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
     """Raise if other code has replaced the forward of a module that mixes tokens by attention.
 
-    The forward may be on the module or on its class. A method of the module that its forward calls counts as well.
+    The new forward may be on the module or on its class. A replaced method that the forward calls counts as well.
 
     Raises:
-        PatchError: Nobody knows how the new forward mixes tokens, or whether it would know of the packing.
+        PatchError: The forward was replaced. How the new one mixes tokens, and whether it knows the packing, is
+            unknown.
     """
     for module in backbone.modules():
         if own_class(module, family) not in family.attention:
@@ -166,7 +167,7 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
             name = stock_class(module).__name__
             raise PatchError(
                 f"the forward of {name} is {replaced} now, not transformers': how it mixes tokens is not known, and "
-                f"sequences might see each other. Put the class's own back ({name}.forward), or train this model "
+                f"sequences might see each other. Restore the class's own ({name}.forward), or train this model "
                 "unpatched. Nothing was changed."
             )
 
@@ -177,10 +178,10 @@ def replaced_on_instance(module: nn.Module) -> Any:
 
 
 def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module], Skipped]:
-    """Return the modules around attention whose forward other code has replaced, and what is skipped for that.
+    """Return the modules around attention whose forward other code has replaced, and notes on them for the report.
 
-    The forward may be on the module or on its class. It decides what reaches the attention inside. The backbone doesn't
-    count.
+    The new forward may be on the module or on its class. It decides what reaches the attention inside. The backbone
+    doesn't count.
     """
     attentions = {id(module) for module in backbone.modules() if own_class(module, family) in family.attention}
     layers: list[nn.Module] = []
@@ -197,10 +198,10 @@ def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module
 
 
 def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
-    """Return the family, on its last tier if other code has replaced the forward of the backbone's class.
+    """Return the family, on the lowest tier if other code has replaced the forward of the backbone's class.
 
-    Nobody knows what such a forward makes of a batch. So the backbone runs on rows of equal length, as it would on each
-    sequence alone.
+    Fastpack can't know how such a forward treats a batch. So the backbone runs on rows of equal length, as it would on
+    each sequence alone.
     """
     if replaced_forward(backbone) is None:
         return family
@@ -208,7 +209,7 @@ def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
 
 
 def stock_attention(backbone: Any, family: Family) -> StockAttention:
-    """Find every module that reads transformers' table of attention functions: by these the stock model attends."""
+    """Find every module that reads transformers' table of attention functions, with which the stock model attends."""
     readers: dict[tuple[int, type], tuple[nn.Module, str]] = {}
     bypassed = False
     for module in backbone.modules():
@@ -226,7 +227,7 @@ def _place(name: str) -> str:
 
 
 def _own_class_skipped(cls: Any, family: Family) -> Skipped:
-    """Return the note on a subclass of one of the family's classes, which overrides some of its code.
+    """Return the note on a class that derives from one of the family's classes and overrides some of its code.
 
     Raises:
         PatchError: The class mixes tokens.
@@ -244,7 +245,7 @@ def _own_class_skipped(cls: Any, family: Family) -> Skipped:
 
 
 def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
-    """Return an attention's spec, with the window that upstream has in its mask alone."""
+    """Return an attention's spec, with the window if transformers applies it only in the mask."""
     kinds = getattr(module.config, "layer_types", None)
     if family.mask_window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
         return spec
@@ -252,9 +253,9 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
 
 
 def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
-    """Return the family with attention on rows, if it needs windows that are in upstream's masks alone.
+    """Return the family, with attention on rows if transformers applies its window only in the mask.
 
-    That is the case where a class of attention has no fast form.
+    The family is unchanged if every class of attention has a fast form.
     """
     if family.mask_window is None or all(name in specs for name in family.attention):
         return family

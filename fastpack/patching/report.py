@@ -1,4 +1,4 @@
-"""``PatchReport``: the account of a patch, as a table for people and as plain data for programs."""
+"""The report of a patch, as a table for people and as plain data for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORDS: dict[str, str] = {
     "fast": "fastpack's own forwards: packed attention, the family's norms, gated MLPs",
     "varlen": "packed attention, and known norms and MLPs; the rest is the stock model, on real tokens only",
-    "re-padded mixer": "token mixers that know no sequence bounds run on one row a sequence; attention is packed, and "
+    "re-padded mixer": "token mixers that know no boundaries run on one row per sequence; attention is packed, and "
     "the rest runs on real tokens only",
     "re-padded model": "the stock model on rows of equal length: exact, no faster",
 }
@@ -27,7 +27,7 @@ WORDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The account of a patch: the forwards that were swapped, the attention backend, and what was left alone.
+    """The report of a patch: the swapped forwards, the attention backend, and the parts that were left alone.
 
     Example:
         >>> report = fastpack.report(model)  # doctest: +SKIP
@@ -41,15 +41,15 @@ class PatchReport:
         tier: The lowest tier of any layer (:data:`WORDS` explains each), or ``stock`` for a model that is not patched.
         layers: The names of the modules that mix tokens, by tier.
         unpadded: The share of the backbone's matmuls with weights that runs on real tokens alone, from 0 to 1.
-        attention: The attention backend asked for.
+        attention: The requested attention backend.
         backend: The backend that serves a batch of this model's dtype on its device.
         backends: Each backend with the reason why it can't serve, or None.
         swapped: The number of modules with a new forward, by kind.
         projections: The number of linear layers, by kind.
         as_modules: The number of projections that are called as modules, by the reason why their weights can't be read
-            and fused. Projections that would share an autograd Function with such a one count, too.
-        matched: Classes whose source was not proved, and whose fast forward was proved on a tiny twin.
-        skipped: Pairs of what was left alone, and why.
+            and fused. Projections that would share an autograd Function with such a projection count, too.
+        matched: Classes with an unproved source, whose fast forward was proved on a tiny twin.
+        skipped: Pairs of a part that was left alone, and the reason.
         notes: Sentences that a user should know.
     """
 
@@ -116,9 +116,9 @@ class PatchReport:
 
 
 def describe(names: Sequence[str]) -> str:
-    """Return names as text, one line a kind.
+    """Return names as text, one line per kind of module.
 
-    ``layers.3.self_attn`` and its like become ``self_attn of 4 layers: 3, 7, 11, 15``.
+    Names such as ``layers.3.self_attn`` become ``self_attn of 4 layers: 3, 7, 11, 15``.
     """
     split = [_split(name) for name in names]
     lines = []

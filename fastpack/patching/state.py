@@ -1,4 +1,4 @@
-"""The records of a patch: one on the model's backbone, and those of a trainer's token budget and fused loss."""
+"""The record of a patch on a model's backbone, and a trainer's records of its token budget and fused loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 
 
 def trainer_record(target: object, name: str) -> Any:
-    """Return a trainer's record under one of these names, or None; a model has none."""
+    """Return a trainer's record under one of the names above, or None. A model has no such record."""
     return getattr(target, "__dict__", {}).get(name)
 
 
@@ -35,8 +35,8 @@ class PatchState:
     changes: list[Change]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the record, and register our attention in this process."""
-        # In a fresh process an unpickled model needs our name in AttentionInterface again.
+        """Restore the record, and register fastpack's attention in this process."""
+        # In a fresh process an unpickled model needs fastpack's name in AttentionInterface again.
         self.__dict__.update(state)
         register_interface(self.options.attention)
 

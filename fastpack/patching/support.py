@@ -1,4 +1,4 @@
-"""Find the family that covers a model, or say why none does."""
+"""Find the family that covers a model, or say why no family covers it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def covered_family(parts: Parts) -> Family:
     """Return the family that covers a model.
 
     Raises:
-        UnsupportedModelError: No family does.
+        UnsupportedModelError: No family covers it.
     """
     backbone, config = parts.backbone, parts.backbone.config
     name = type(parts.head or backbone).__name__
@@ -40,7 +40,7 @@ def covered_family(parts: Parts) -> Family:
                 f"{name} with {setting} in its config can't be patched: {why}. Train it unpatched, or without "
                 f"{setting}. Nothing was changed."
             )
-    text = config.get_text_config(decoder=True)  # a composite config has one inside
+    text = config.get_text_config(decoder=True)  # a composite config holds a text config
     # "vision" means attention over images, which a patched model refuses
     set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
     bidirectional = any(value not in (False, None, "vision") for value in set_to)
@@ -56,8 +56,8 @@ def covered_family(parts: Parts) -> Family:
     if by_length:
         raise UnsupportedModelError(
             f"{name} has rotary frequencies that depend on the length, set for each kind of layer separately "
-            f"({', '.join(f'{k}: {nested[k]}' for k in by_length)}), which is not covered. Other rotary types are (set "
-            "rope_parameters of the config); or train it unpatched. Nothing was changed."
+            f"({', '.join(f'{k}: {nested[k]}' for k in by_length)}), which is not covered. Set another rotary type "
+            "(rope_parameters of the config), or train it unpatched. Nothing was changed."
         )
     if any(getattr(config, name, None) for name in family.repadded_if):
         return replace(family, attention=(), mixers={}, repadded=True)
@@ -75,7 +75,7 @@ def too_old(family: Family) -> str | None:
         return None
     return (
         f"in transformers {transformers.__version__} {family.model_type} {before}; "
-        f"{'.'.join(map(str, release))} mends that"
+        f"{'.'.join(map(str, release))} fixes this"
     )
 
 
@@ -94,6 +94,6 @@ def _why_not_covered(backbone: ModelLike) -> str:
     if hasattr(backbone, "pooler") or not getattr(config, "is_decoder", True):
         return f"{model_type} is an encoder (bidirectional attention), and packing is for decoders"
     return (
-        f"family {model_type!r} ({type(backbone).__name__}) is not covered yet; see `fastpack families` for those "
-        "that are"
+        f"family {model_type!r} ({type(backbone).__name__}) is not covered yet; see `fastpack families` for the "
+        "covered families"
     )

@@ -1,4 +1,4 @@
-"""The modules of one model that mix tokens, and their tiers, found anew each time since a model may move."""
+"""The modules of a model that mix tokens, and their tiers, which change if the model moves to another device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mixing:
 
     Attributes:
         backbone: The backbone that holds them.
-        modules: Each module with its tier, or with the spec that decides it by the kernels that serve on its device.
+        modules: Each module with its tier, or with a spec: then the tier depends on the kernels for its device.
     """
 
     backbone: nn.Module
@@ -45,16 +45,16 @@ class Mixing:
         }
 
     def kinds(self) -> dict[str, int]:
-        """Count the mixers that run packed, and those that run on rows."""
+        """Count the mixers that run packed and the mixers that run on rows."""
         tiers: Counter[str] = Counter(mixer_tier(module, how) for module, how in self._mixers())
         return {name: tiers[tier] for tier, name in _KINDS.items() if tiers[tier]}
 
     def notes(self) -> tuple[str, ...]:
-        """Return the kernels that run the mixers, or why none do."""
+        """Return notes on the kernels that run the mixers, or why none does."""
         return tuple(dict.fromkeys(note for module, how in self._mixers() for note in mixer_notes(module, how)))
 
     def unknown_modules(self) -> tuple[tuple[str, str], ...]:
-        """Return notes on modules of these classes that came into the model after the patch, and are not part of it."""
+        """Return notes on modules of these classes that were added after the patch, and that it does not cover."""
         known = {id(module) for module, _ in self._now()}
         classes = {type(module) for module, _ in self.modules}
         unpatched = Counter(
@@ -69,13 +69,13 @@ class Mixing:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]
 
     def _now(self) -> list[tuple[nn.Module, Tier | MixerSpec]]:
-        """Return the modules that are still there, and copies made of them since (PEFT's replicated layers)."""
+        """Return the modules that are still there, and later copies of them (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}
         contexts = {None, *(context for module, _ in self.modules for context in contexts_of(module))}
 
         def runs_as_its_original(module: nn.Module) -> bool:
-            """Return whether only this backbone's contexts tell the module of the packing."""
+            """Return whether the module gets its packing only from this backbone's contexts."""
             return carries_ours(module) and contexts.issuperset(contexts_of(module))
 
         return [
@@ -91,8 +91,8 @@ _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padde
 def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
     """Return the share of a backbone's matmuls with weights that runs on real tokens alone, from 0 to 1.
 
-    Of a layer's experts, as many count as each token takes. A module that runs several times counts once. Attention
-    scores and recurrences have no weights, and don't count.
+    Of a layer's experts, only the number that each token takes counts. A module that runs several times counts once.
+    Attention scores and recurrences have no weights, and don't count.
 
     Args:
         backbone: The model's backbone.
@@ -106,7 +106,7 @@ def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
 
 
 def _multiplications(module: nn.Module, config: ConfigLike) -> float:
-    """Return the multiplications a token of a module's own weights."""
+    """Return the number of multiplications with a module's own weights for each token."""
     if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 0
     sizes = linear_sizes(module)
@@ -123,7 +123,7 @@ def _multiplications(module: nn.Module, config: ConfigLike) -> float:
 
 
 def _experts(config: ConfigLike) -> tuple[int, int]:
-    """Return the number of experts that each token takes, and of all experts; 1 and 0 for a dense model."""
+    """Return the number of experts that each token takes, and the number of all experts; 1 and 0 for a dense model."""
     active_names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
     all_names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
     counts = [

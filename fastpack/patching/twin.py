@@ -2,9 +2,9 @@
 
 A spec matches a class if the twin, patched by the spec, passes three checks:
 
-- In float32 it gives what its own stock forward gives for each sequence alone, by the rule of
+- In float32 it gives the same as its own stock forward on each sequence alone, by the rule of
   :mod:`fastpack.exactness.rule`: the outputs, and the gradients of all parameters and of the inputs.
-- With every dropout on, it drops what the stock layers drop, with both attending through our interface.
+- With every dropout on, it drops the same elements as the stock layers. Both attend through fastpack's interface.
 - In bfloat16 each module is compared with the class's own forward on the same inputs, since float32 hides how a class
   rounds. Norms and gated MLPs, with their projections, give the very same bits. Attention and layers are as near to
   float32 as the rule asks.
@@ -47,7 +47,7 @@ from fastpack.utils.classes import foreign_forward, stock_class
 from fastpack.utils.replacement import Replacement
 
 OPTIONS = PatchOptions(attention="reference", kernels="torch")
-"""The definitions: the same on every machine."""
+"""The options of a patched twin: plain implementations, which are the same on every machine."""
 KINDS = ("packed_seq_lens", "padded left")
 DROPOUT = 0.5
 FLIPS = 0.01
@@ -66,7 +66,7 @@ FOREIGN = (
     TypeError,
     ValueError,
 )
-"""The errors that unproved code may raise when it is built or run, or when our code reads it by a wrong spec."""
+"""The errors that unproved code may raise when it is built or run, or when fastpack reads it by a wrong spec."""
 _ORDER = (NormSpec, MlpSpec, *AnyAttentionSpec.__args__, DecoderSpec)
 """The order in which kinds of specs are tried: attention may hold norms, and a layer runs all of the others."""
 _NO_SETTINGS = ("layer_idx", "training")
@@ -82,11 +82,12 @@ def match_by_twin(backbone: nn.Module, family: Family, candidates: Mapping[str, 
         backbone: The user's backbone, with weights, dtype and device of any kind, quantised or with adapters. Its
             config decides what the twin has.
         family: Its family, as :func:`fastpack.patching.support.covered_family` returns it.
-        candidates: Specs to try, by the name of a class of the family's upstream module. A head's spec is tried with
-            the fused loss.
+        candidates: Specs to try, by the name of a class in the family's file in transformers. A head's spec is tried
+            with the fused loss.
 
     Returns:
-        An empty string for each candidate that matches, else a short reason. All that match do so together.
+        An empty string for each candidate that matches, else a short reason. The matching candidates also match
+        together.
     """
     reasons = {name: _not_to_be_tried(backbone, family, name, spec) for name, spec in candidates.items()}
     tried = {name: spec for name, spec in candidates.items() if not reasons[name]}
@@ -101,7 +102,7 @@ def match_by_twin(backbone: nn.Module, family: Family, candidates: Mapping[str, 
 
 
 def _not_to_be_tried(backbone: nn.Module, family: Family, name: str, spec: Spec) -> str:
-    """Return why a class can't be tried in a twin; an empty string if it can."""
+    """Return why a class can't be tried in a twin, or an empty string if it can."""
     if isinstance(spec, HeadSpec):
         cls = getattr(sys.modules[family.module], name, None)
         return f"its file has no {name}" if cls is None else _foreign(cls)
@@ -114,13 +115,13 @@ def _not_to_be_tried(backbone: nn.Module, family: Family, name: str, spec: Spec)
 
 
 def _foreign(cls: Any) -> str:
-    """Return a reason if other code has replaced a class's forward, which its twin has too; else an empty string."""
+    """Return a reason if other code has replaced a class's forward, and so its twin's, too; else an empty string."""
     forward = foreign_forward(cls)
     return "" if forward is None else f"its class's forward is {forward} now, not transformers'"
 
 
 def match_layers(backbone: nn.Module, family: Family, candidates: Mapping[str, Spec]) -> dict[str, str]:
-    """Return, for each candidate, why its class computes something else; an empty string if it matches."""
+    """Return, for each candidate, why its class computes something else, or an empty string if it matches."""
     try:
         twin = Twin.of(stock_class(backbone), backbone.config, family, candidates)
     except FOREIGN as error:
@@ -131,17 +132,17 @@ def match_layers(backbone: nn.Module, family: Family, candidates: Mapping[str, S
 
 
 def _lacks(twin: nn.Module, backbone: nn.Module, family: Family, name: str) -> str:
-    """Return why a twin does not stand for the user's modules of one class; an empty string if it does."""
+    """Return why a twin does not represent the user's modules of one class, or an empty string if it does."""
     theirs, own = ([m for m in model.modules() if own_class(m, family) == name] for model in (backbone, twin))
     if {*map(stock_class, theirs)} - {*map(stock_class, own)}:
-        return f"its twin has no such {name}"
-    names = {name for module in own for name, _ in _settings(module)}  # other code sets more on a model, such as hooks
+        return f"its twin has no {name} of the same class"
+    names = {name for module in own for name, _ in _settings(module)}  # other code sets more, such as hooks
     here = {frozenset(_settings(module) | _contents(module)) for module in own}
     for module in theirs:
         there = frozenset({each for each in _settings(module) if each[0] in names} | _contents(module))
         if there not in here:
             nearest = min((there ^ each for each in here), key=len)
-            return f"its twin has no {name} with such {', '.join(sorted({what for what, _ in nearest}))}"
+            return f"its twin has no {name} with the same {', '.join(sorted({what for what, _ in nearest}))}"
     return ""
 
 
@@ -160,12 +161,12 @@ def _contents(module: nn.Module) -> set[tuple[str, bool]]:
 class Twin:
     """A twin of a backbone, and the results of its stock forward.
 
-    ``dropping`` and ``half`` have no window that upstream has in its mask alone, since stock attention on packed tokens
-    knows nothing of it.
+    If transformers applies a window only in its mask, ``dropping`` and ``half`` have no window: stock attention on
+    packed tokens would not apply it.
 
     Attributes:
         model: The twin in float32.
-        dropping: The same with every kind of dropout that it has.
+        dropping: The same, with every kind of dropout that its classes have.
         half: The same in bfloat16, in evaluation mode, and without biases of projections.
         family: The family of the backbone.
         known: Specs of the other classes, whose source is proved.
@@ -189,21 +190,21 @@ class Twin:
         unmasked = _unmasked(model.config, family)
         try:
             dropping = build_twin(backbone, config, dropout=DROPOUT, **unmasked)
-        except FOREIGN:  # some families have no dropout and raise, DiffLlama for one
+        except FOREIGN:  # some families, such as DiffLlama, have no dropout and raise
             dropping = build_twin(backbone, config, **unmasked)
         half = build_twin(backbone, config, torch.bfloat16, **unmasked).eval()
         for module in half.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.detach().zero_()  # DeepSpeed's matmul, where ZeRO-3 replaces torch's, rounds before it
+                module.bias.detach().zero_()  # under ZeRO-3, DeepSpeed's matmul rounds before the bias
         proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
         oracle = Oracle.of_float32(model, distinct_sequences(), lambda: copy.deepcopy(model).double())
         return cls(model, dropping, half, family, known, oracle)
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
-        """Try all candidates together; if that fails, try one after the other.
+        """Try all candidates together. If that fails, try one after another.
 
-        Each is then tried beside the candidates that have passed before it.
+        Each is then tried together with the candidates that passed before it.
         """
         if self.problem(candidates) is None:
             return dict.fromkeys(candidates, "")
@@ -216,7 +217,7 @@ class Twin:
         return {name: reasons[name] for name in candidates}
 
     def problem(self, candidates: Mapping[str, Spec]) -> str | None:
-        """Return why these are not what the classes compute, or None."""
+        """Return why the classes don't compute what these specs say, or None."""
         specs = {**self.known, **candidates}
         layers = [spec for spec in candidates.values() if isinstance(spec, DecoderSpec)]
         if layers and specs.keys().isdisjoint(self.family.attention):
@@ -227,9 +228,9 @@ class Twin:
             return f"fails in its twin: {describe_error(error)}"
 
     def _apart(self, specs: Mapping[str, Spec]) -> str | None:
-        """Return how far a patched twin is from each sequence alone, if that is more than rounding; else None.
+        """Return how far a patched twin is from each sequence alone, or None for rounding alone.
 
-        It passes if it is near enough in float32 or in float64.
+        The twin passes if it is near enough to the oracle's results in float32 or in float64.
         """
         with patched(self.model, self.family, specs):
             for oracle in (self.oracle, replace(self.oracle, results=self.oracle.finer)):
@@ -244,7 +245,7 @@ class Twin:
     def _drops_otherwise(self, specs: Mapping[str, Spec]) -> str | None:
         """Return how far outputs with every dropout are from the stock layers', or None for rounding alone.
 
-        Both attend by the same function. They take the same random numbers if both ask for them in the same order.
+        Both use the same attention function. They get the same random numbers if both draw them in the same order.
         """
         family = replace(self.family, mask_window=None)  # or stock attention would run on rows
         outputs = []
@@ -256,16 +257,16 @@ class Twin:
         return None if error <= FULL_BOUND else f"off by {error:.1e} with dropout"
 
     def _rounds_otherwise(self, candidates: Mapping[str, Spec]) -> str | None:
-        """Return which class rounds in bfloat16 otherwise, or more coarsely, than its own forward; or None."""
+        """Return how a fast forward rounds differently in bfloat16, or more coarsely, than the class's own, or None."""
         layers = {name: spec for name, spec in candidates.items() if isinstance(spec, DecoderSpec)}
         others = {name: spec for name, spec in candidates.items() if name not in layers}
         return self._compare(others, self.known) or self._compare(layers, {**self.known, **others})
 
     def _compare(self, candidates: Mapping[str, Spec], beside: Mapping[str, Spec]) -> str | None:
-        """Return how a candidate's forward differs in bfloat16 from its modules' own, or None.
+        """Return how a candidate's forward differs in bfloat16 from its modules' own forward, or None.
 
-        The twin is patched by the specs in ``beside``. For each module of a candidate's class, our forward is called
-        with the same arguments as the module.
+        The twin is patched by the specs in ``beside``. For each module of a candidate's class, fastpack's forward is
+        called with the same arguments as the module.
         """
         if not candidates:
             return None
@@ -285,7 +286,7 @@ class Twin:
 
 @dataclass(eq=False)
 class _Comparison:
-    """A comparison of our forwards with the modules' own, for the same arguments, in a pass in bfloat16.
+    """A comparison of fastpack's forwards with the modules' own forwards, on the same arguments in bfloat16.
 
     Attributes:
         problems: One sentence for each difference.
@@ -300,7 +301,7 @@ class _Comparison:
     def compare(
         self, name: str, ours: Replacement[Any, Any], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Compare one module's output with ours: a forward hook, once a class's name and our forward are bound."""
+        """Compare a module's output with fastpack's. With ``name`` and ``ours`` bound, this is a forward hook."""
         if self.paused:
             return
         self.seen.add(name)
@@ -314,9 +315,9 @@ class _Comparison:
             self.paused = False
             own, error = _off(stock, wide), _off(value, wide)
             if not error <= bound_of(own, torch.bfloat16):
-                self.problems.append(f"off by {error:.1e} in bfloat16, where its own forward is by {own:.1e}")
+                self.problems.append(f"off by {error:.1e} in bfloat16, where its own forward is off by {own:.1e}")
         elif (share := float((value != stock).float().mean())) > FLIPS:
-            self.problems.append(f"rounds {share:.0%} of its results otherwise in bfloat16")
+            self.problems.append(f"rounds {share:.0%} of its results differently in bfloat16")
 
 
 def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> Tensor:
@@ -327,7 +328,7 @@ def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> Tensor:
 
 
 def _off(value: Tensor, reference: Tensor) -> float:
-    """Return the relative error of a token, the median: experts that flip for a few tokens say nothing."""
+    """Return the median of the tokens' relative errors: experts that flip for a few tokens should not count."""
     off = (value.float() - reference).norm(dim=-1) / reference.norm(dim=-1)
     return middle(off.flatten().tolist())
 
@@ -338,7 +339,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _unmasked(config: Any, family: Family) -> dict[str, Any]:
-    """Return settings without the window that upstream has in its mask alone."""
+    """Return settings that leave out the window if transformers applies it only in the mask."""
     if family.mask_window is None:
         return {}
     kinds = {"layer_types": [FULL] * config.num_hidden_layers} if getattr(config, "layer_types", None) else {}
@@ -361,7 +362,7 @@ def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchO
 def patched(
     model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS
 ) -> Iterator[PatchPlan]:
-    """Patch a model with these specs until the end; all other classes keep their own forward."""
+    """Patch a model with these specs inside a ``with`` block; all other classes keep their own forward."""
     plan = _plan(model, family, specs, options)
     apply(plan, options)
     try:
@@ -371,10 +372,10 @@ def patched(
 
 
 def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast: Mapping[str, Spec]) -> str | None:
-    """Return why the fused loss of a head's spec is not what its class computes, or None.
+    """Return how a head's fused loss differs from the loss that its class computes, or None.
 
-    The fused loss is compared with the head's own, and so are the gradients of matrices. Both run behind the same
-    layers, on one sequence, because a loss that balances experts is no sum over sequences.
+    The fused loss is compared with the head's own loss, and so are the gradients of matrices. Both run after the same
+    layers, on one sequence, because a loss that balances experts is not a sum over sequences.
     """
     try:
         model = build_twin(getattr(sys.modules[family.module], name), backbone.config)

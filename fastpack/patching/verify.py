@@ -1,8 +1,8 @@
-"""``verify``: proof, on a user's own model, that sequences don't see each other and that results have not changed.
+"""Verify on a user's own model that sequences don't see each other and that results have not changed.
 
 The oracle is the stock model on each sequence alone. It is compared with the patched model by logits, by the gradient
 of every token's embedding, and by the gradients of all trained weights; :mod:`fastpack.exactness.rule` defines the
-errors. How far two correct results may be apart is measured on the stock model itself (:mod:`fastpack.exactness.runs`).
+errors. How far two correct results may differ is measured on the stock model itself (:mod:`fastpack.exactness.runs`).
 Both models are made to choose the same experts (:mod:`fastpack.exactness.expert_choices`), since a choice that flips
 with rounding says nothing.
 """
@@ -28,22 +28,22 @@ from fastpack.utils.modules import evaluating
 
 LENGTHS = (13, 1, 20, 8, 17)
 _VERIFY_FIRST = (
-    "verify runs a plain patched model, in this process alone: call it before the model is wrapped (of a trainer, "
-    "before train()), or on the one that DistributedDataParallel holds, fastpack.verify(model.module)."
+    "verify runs a plain patched model, in one process: call it before the model is wrapped (for a trainer, before "
+    "train()), or on the model inside DistributedDataParallel, fastpack.verify(model.module)."
 )
 
 
 def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
     """Check a patched model against its own stock forward, on random tokens.
 
-    Three things are checked. Each sequence, packed, and padded on the right, must give what it gives alone: logits, the
-    gradients of its tokens' embeddings, and the gradients of all trained weights. If the tokens of one sequence are
-    replaced, the results of the others must stay. And if the same tokens are taken for one long sequence, the results
-    must differ, since otherwise the check could not have seen a leak.
+    Three things are checked. Packed or padded on the right, each sequence must give the same results as alone: logits,
+    the gradients of its tokens' embeddings, and the gradients of all trained weights. If the tokens of one sequence are
+    replaced, the results of the other sequences must not change. And if the same tokens are treated as one long
+    sequence, the results must change, since otherwise the check could not see a leak.
 
-    This takes some thirty forwards and backwards on all tokens (160 in half precision), and memory for the gradients of
-    all trained weights. Meanwhile the model is in evaluation mode, and without what other code has put over its
-    forwards (TRL's loss, accelerate's autocast). It is restored afterwards.
+    This takes about thirty forwards and backwards on all tokens (160 in half precision), and memory for the gradients
+    of all trained weights. Meanwhile the model is in evaluation mode, and wrappers of other code around its forwards
+    (TRL's loss, accelerate's autocast) are removed. The model is restored afterwards.
 
     Example:
         >>> fastpack.patch(model)  # doctest: +SKIP
@@ -59,20 +59,20 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         dtypes, and in float32 at least 1e-5 of the largest value of a tensor.
 
     Raises:
-        ContaminationError: A check failed. It holds the :class:`~fastpack.exactness.verification.Verification`.
-        InconclusiveError: Rounding moves this model so far in its dtypes that a leak would not be seen.
+        ContaminationError: A check failed. The error holds the :class:`~fastpack.exactness.verification.Verification`.
+        InconclusiveError: Rounding in the model's dtypes changes its results so much that a leak could go unseen.
         ValueError: There are fewer than three sequences, or one has no token.
-        PatchError: The model is not patched; or it classifies whole sequences; or its vocabulary is too small for so
-            many different tokens; or it embeds tokens in several tables, or embeds others beside the batch's.
+        PatchError: The model is not patched; or it classifies whole sequences; or its vocabulary has too few
+            different tokens; or it embeds tokens in several tables, or embeds ids that are not in the batch.
     """
     if len(lengths) < 3 or min(lengths) < 1:
-        raise ValueError(f"lengths={tuple(lengths)}: verify takes three sequences or more, each of a token or more.")
+        raise ValueError(f"lengths={tuple(lengths)}: verify takes three or more sequences, each of one or more tokens.")
     model = models_of(target)[0]
     refuse_wrapped(model, _VERIFY_FIRST)
     parts = find_parts(model)
     if type(parts.head).__name__.endswith("ForSequenceClassification"):
         raise PatchError(
-            f"verify compares the logits of every token, and {type(parts.head).__name__} gives one result a row. "
+            f"verify compares the logits of every token, and {type(parts.head).__name__} returns one result per row. "
             "Verify the causal LM of the same family."
         )
     if not is_patched(model):

@@ -315,7 +315,7 @@ def test_a_named_backend_that_cannot_serve_says_why_and_what_can() -> None:
     message = str(caught.value)
     assert "'segments' can't serve float32 on cpu, 4/2 heads of 64, softcap 2" in message
     assert "scaled_dot_product_attention has no softcap" in message
-    assert message.endswith("Here these can: reference; or pass attention='auto'.")
+    assert message.endswith("Backends that can: reference. Or pass attention='auto'.")
     assert isinstance(caught.value, RuntimeError)
 
 
@@ -326,5 +326,5 @@ def test_if_no_backend_can_serve_all_reasons_are_listed(monkeypatch: pytest.Monk
         choose(requested)
     for fragment in ("window 7", "softcap 1", "sinks", "dropout 0.1", "reference: on holiday", "segments: ", "flex: "):
         assert fragment in str(caught.value)
-    with pytest.raises(BackendUnavailableError, match="Here these can: none"):
+    with pytest.raises(BackendUnavailableError, match="Backends that can: none"):
         choose(requested, "reference")

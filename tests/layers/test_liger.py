@@ -231,7 +231,7 @@ def test_unknown_liger_classes_are_reported() -> None:
     alone = run_alone(model, sequences)
     fastpack.patch(model)
     count = 2 * len(model.model.layers) + 1
-    assert f"{count} modules are of Liger's own classes: they are called as modules" in fastpack.report(model).notes
+    assert f"{count} modules have Liger's own classes: they are called as modules" in fastpack.report(model).notes
     assert compare(run_batch(model, sequences, "padded right"), alone).worst <= FLOAT32_BOUND
 
 

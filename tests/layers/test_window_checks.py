@@ -102,7 +102,7 @@ def other_types_in_place(config: Any) -> None:
     [
         (
             other_window,
-            r"layers\.\d.* was built for a window of 8, but config.sliding_window, .* says 7.* set that to 8",
+            r"layers\.\d.* was built for a window of 8, but config.sliding_window, .* says 7.* set config.* to 8",
         ),
         (other_types, r"layers\.\d.* was built for sliding_attention, but config.layer_types"),
         (other_types_in_place, r"layers\.\d.* was built for sliding_attention, but config.layer_types"),

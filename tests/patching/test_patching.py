@@ -153,7 +153,7 @@ def test_a_backbone_and_then_the_model_around_it(model_type: str) -> None:
 
 def test_what_would_leave_a_patched_head_stock() -> None:
     model = fastpack.patch(tiny_model("llama"))
-    with pytest.raises(fastpack.PatchError, match=r"the backbone alone would leave that one stock"):
+    with pytest.raises(fastpack.PatchError, match=r"the backbone alone would leave that head stock"):
         fastpack.patch(model.base_model, attention="reference")
     classifier = AutoModelForSequenceClassification.from_config(copy.deepcopy(model.config))
     classifier.model = model.base_model

@@ -280,7 +280,7 @@ def test_verify_knows_autocast_from_float32() -> None:
 
 def test_verify_refuses_what_gives_one_result_a_row() -> None:
     model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=2))
-    with pytest.raises(PatchError, match="LlamaForSequenceClassification gives one result a row"):
+    with pytest.raises(PatchError, match="LlamaForSequenceClassification returns one result per row"):
         fastpack.verify(model)
 
 

@@ -157,7 +157,7 @@ def test_a_trainer_that_brings_a_loss(tmp_path: Path) -> None:
     (why,) = skipped_loss(model)
     assert "TRL's trainers have their own loss" in why
     assert not any(note.startswith("loss: fused") for note in fastpack.report(model).notes)
-    assert skipped_loss(fastpack.patch(tiny_model("llama").model, loss="fused")) == ["a bare backbone has none"]
+    assert skipped_loss(fastpack.patch(tiny_model("llama").model, loss="fused")) == ["a bare backbone has no loss"]
     trainer = plain(tmp_path)
     fastpack.patch(trainer.model, loss="fused")
     assert not skipped_loss(trainer)
@@ -229,7 +229,7 @@ def test_parts_with_hooks_are_named(which: str) -> None:
     assert fastpack.report(model).skipped == ()
     part = model.model.layers[1].get_submodule(which)
     handle = part.register_forward_hook(lambda *_: None)
-    why = "1: with hooks: called as a module, with nothing around it fused"
+    why = "1: with hooks: called as a module, so its neighbours are not fused with it"
     assert fastpack.report(model).skipped == ((type(part).__name__, why),)
     handle.remove()
     assert fastpack.report(model).skipped == ()
@@ -242,7 +242,7 @@ def test_parts_whose_forward_was_replaced_are_named(which: str) -> None:
     for part in parts:
         ours = part.forward
         part.forward = lambda *args, ours=ours, **kwargs: ours(*args, **kwargs)
-    why = f"{len(parts)}: another forward was put over fastpack's, and runs"
+    why = f"{len(parts)}: another forward has replaced fastpack's, and runs"
     assert fastpack.report(model).skipped == ((type(parts[0]).__name__, why),)
 
 

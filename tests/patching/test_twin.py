@@ -503,8 +503,8 @@ def test_what_its_twin_does_not_have_is_not_matched() -> None:
     backbone.layers[1].self_attn.is_causal = False  # type: ignore[index, union-attr]
     backbone.layers[0].mlp.up_proj = None  # type: ignore[index, union-attr]
     result = unmatched(match_by_twin(backbone, family, specs))
-    assert result["LlamaAttention"] == "its twin has no LlamaAttention with such is_causal"
-    assert result["LlamaMLP"] == "its twin has no LlamaMLP with such up_proj"
+    assert result["LlamaAttention"] == "its twin has no LlamaAttention with the same is_causal"
+    assert result["LlamaMLP"] == "its twin has no LlamaMLP with the same up_proj"
     assert {*result} == {"LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"}
 
 

@@ -1,6 +1,7 @@
-"""Run a mixer, whose own forward knows no boundaries: on packed tokens if a kernel knows them, else one row a sequence.
+"""Run a mixer on packed tokens if a kernel knows the sequences' boundaries, else on one row per sequence.
 
-On rows, its result for a token must not depend on later tokens in the row, nor on the row's length.
+A mixer's own forward knows no boundaries. On rows, its result for a token must not depend on later tokens in the row,
+nor on the row's length.
 
 Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 """
@@ -35,7 +36,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
         PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.unpad`.
     """
     module, spec, context = patched.owner, patched.spec, patched.runtime.context
-    assert context is not None, "a mixer finds the packing there"
+    assert context is not None, "a mixer reads the packing from the context"
     packed = context.required(module)
     if packed is None:
         return patched.stock(*args, **kwargs)
@@ -80,7 +81,7 @@ def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padd
 
 
 def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
-    """Return notes for the report: the kernels that run packed tokens, or why none do; nothing if none exist."""
+    """Return notes for the report: the kernels that run packed tokens, or why none runs. Empty if no kernel exists."""
     if spec.scan is None:
         return []
     device, dtype = _placed(module)
@@ -94,7 +95,7 @@ def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
 
 
 def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = None) -> str | None:
-    """Return why a module runs on rows for this dtype, or for its own, or None if it runs on packed tokens."""
+    """Return why a module runs on rows for this dtype (by default its own), or None if it runs on packed tokens."""
     if spec.scan is None:
         return "no kernel knows boundaries"
     from fastpack.layers.mixers.packed import packed_rejects
@@ -104,7 +105,7 @@ def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = No
 
 
 def _replaced(module: nn.Module) -> Forward | None:
-    """Return the instance's forward before the patch, if it had one; None for one that accelerate's hooks wrap."""
+    """Return the instance's own forward before the patch, or None; also None if accelerate's hooks wrap it."""
     if hasattr(module, "_hf_hook"):
         return None
     forward: Forward | None = module.__dict__.get("forward")
@@ -121,13 +122,13 @@ def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a mixer's hidden states: its first floating-point argument that is no mask placeholder."""
+    """Return a mixer's hidden states: its first floating-point argument that is not a mask placeholder."""
     values = (*args, *kwargs.values())
     return next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and not is_mask_placeholder(x))
 
 
 def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Return the device of a batch, and the dtype of its projections."""
+    """Return the device of a batch, and the dtype in which its projections compute."""
     kind = hidden.device.type
     return hidden.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -140,18 +141,18 @@ def _argument(
     rows: Rows,
     mask: Callable[[torch.device], Tensor | None],
 ) -> Any:
-    """Convert an argument of the whole batch to the rows' own; ``mask`` makes the placeholder's replacement."""
+    """Convert an argument for the whole batch to one for these rows; ``mask`` makes a mask for the placeholder."""
     if is_mask_placeholder(value):
         return mask(value.device)
     if name in spec.unchanged:
         return value
-    if name is not None and name == spec.alibi:  # [H, 1, T] for positions from 0 on, so that any row takes the first L
+    if name is not None and name == spec.alibi:  # [H, 1, T] for positions from 0 on: a row takes the first L
         return value[..., : rows.length].repeat(rows.count, 1, 1)
     return repad(value, rows, packed.total_tokens)
 
 
 def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Run a backbone's own alibi method; if its mask is the placeholder, with a mask of ones for positions 0 to T."""
+    """Run a backbone's own alibi method; ones for T positions replace a mask that is the placeholder."""
     context = patched.runtime.context
     if context is not None and context.packed is not None and is_mask_placeholder(mask):
         mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
@@ -161,7 +162,7 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
 def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Make the mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
 
-    An additive mask has the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
+    An additive mask has the hidden states' dtype, as in transformers; the weights may be in 4 bits.
     """
     if spec.mask is None:
         return None

@@ -146,7 +146,7 @@ def _run_linear_attention(
     D: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    """Run Mamba-2's scan as linear attention with one decay a head: C are queries, B keys, ``dt x`` values."""
+    """Run Mamba-2's scan as linear attention with one decay per head: C are queries, B keys, ``dt x`` values."""
     heads = x.shape[2] // B.shape[2]
     q, k = (y.to(x.dtype).repeat_interleave(heads, 2) for y in (C, B))
     v, g = (x * dt[..., None]).to(x.dtype), A.float() * dt
@@ -168,12 +168,12 @@ def _run_mamba2(
     chunk_size: int,
 ) -> Tensor:
     B, C = B.to(x.dtype), C.to(x.dtype)
-    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed))  # given D, it would round D x
+    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed))  # with D, it would round D x
     return _with_skip(out, x, D)
 
 
 def _with_skip(out: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
-    """Add D x in float32, as torch's version does: a norm follows, so terms of D's gradient cancel if D x dominates."""
+    """Add D x in float32, as torch does: the norm that follows makes terms of D's gradient cancel if D x is large."""
     return out if D is None else out + x * D.float()[:, None]
 
 
@@ -221,9 +221,9 @@ def _slots(packed: PackedSeqLens, taps: int, device: torch.device) -> Tensor:
 
 
 def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) -> dict[str, Tensor]:
-    """Return ``cu_seqlens``, int64 ``[N + 1]``, on the device, and on the host for functions that count chunks there.
+    """Return ``cu_seqlens``, int64 ``[N + 1]``: on the device, and for functions that need it on the host, too.
 
-    All layers of a batch get the same tensors, since flash-linear-attention caches by their identity.
+    All layers get the same tensors for one batch, since flash-linear-attention caches by tensor identity.
     """
     on_host = packed.memo(
         "offsets on the host", lambda: torch.tensor(list(accumulate(packed.lengths, initial=0)), dtype=torch.long)
@@ -242,7 +242,7 @@ def _seq_idx(packed: PackedSeqLens) -> Tensor:
 def _hopper_rejects(device: torch.device) -> str | None:
     """Return why gated kernels fail on this GPU, or None: flash-linear-attention's issue 640.
 
-    Its newer versions raise in the backward; older ones give wrong gradients.
+    Newer versions of it raise in the backward; older versions return wrong gradients.
     """
     import triton
 

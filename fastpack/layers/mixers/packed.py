@@ -1,13 +1,12 @@
 """Run a mixer's own forward on packed tokens, with kernels that know boundaries for its convolution and recurrence.
 
-The forwards of transformers call a convolution and a recurrence by the names of functions in their own file. The torch
-versions of these functions silently ignore boundaries (5.17) or refuse them (5.23), and the import of the file settles
-which version a name means. So fastpack runs the same compiled code of the forward over a copy of the file's names, in
-which these few names mean fastpack's functions. Transformers itself is unchanged, and fastpack's functions always have
-the boundaries.
+In transformers, a forward calls a convolution and a recurrence by global names of its file. The torch versions of these
+functions silently ignore boundaries (5.17) or refuse them (5.23). Importing the file settles which version a name
+refers to. So fastpack runs the forward's own code with a copy of the file's globals, in which these few names refer to
+fastpack's functions. Transformers itself is unchanged, and fastpack's functions always know the boundaries.
 
-This is exact only for forwards that someone has read, and that mix tokens nowhere else: :mod:`fastpack.families.lock`
-has their hashes.
+This is exact only for forwards that a person has read, and that mix tokens nowhere else. Their hashes are in
+:mod:`fastpack.families.lock`.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ _PACKING_KEYWORDS = ("packed_seq_lens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens
 
 
 def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function with the same code, in which these names of its file mean these functions.
+    """Return a function with the same code, in which these global names refer to these functions.
 
-    It drops decorators. Transformers' decorator moves the weight of an offloaded convolution, and a module with one
-    does not run packed.
+    Decorators are dropped. Transformers' decorator moves the weight of an offloaded convolution; modules with an
+    offloaded convolution don't run packed.
     """
     inner = inspect.unwrap(forward)
     assert isinstance(inner, FunctionType)
@@ -85,7 +84,7 @@ def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> 
     return function
 
 
-# Fastpack's functions for these names. They take transformers' arguments, some of which are for caches: unused here.
+# Fastpack's functions for these names. They take transformers' arguments; those for caches are unused here.
 
 
 def _conv(
@@ -139,9 +138,7 @@ def _ssd(
 ) -> Tensor:
     _stateless(initial_states, return_final_states)
     if z is not None:
-        raise PatchError(
-            "Mamba-2's scan came with a gate inside, which packed mixers don't support; report the family."
-        )
+        raise PatchError("Mamba-2's scan got a gate (z), which packed mixers don't support; please report the family.")
     dt = dt.float()
     if dt_bias is not None:
         dt = dt + dt_bias.float()
@@ -153,18 +150,18 @@ def _ssd(
 
 
 def _not_fused(packed: PackedSeqLens, dtype: torch.dtype, /, *_: Any, **__: Any) -> None:
-    """Return None, so that the forward runs convolution, scan and output one by one: fused, they would skip LoRA."""
+    """Return None: the forward then runs convolution, scan and output one by one. Fused, they would skip LoRA."""
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in the dtype for which the kernel was chosen; a float32 buffer may have widened it on the way."""
+    """Return x in the dtype for which the kernel was chosen; a float32 buffer may have widened x before."""
     return x.to(dtype) if x.dtype == torch.float32 else x
 
 
 def _stateless(state: object, return_state: bool) -> None:
     if state is not None or return_state:
         raise PatchError(
-            "a packed batch came with states of a cache; pass no cache, or call fastpack.unpatch(model) first."
+            "a packed batch came with cached states; pass no cache, or call fastpack.unpatch(model) first."
         )
 
 
@@ -174,4 +171,4 @@ _SCANS: dict[str, dict[str, Callable[..., Any]]] = {
     "kda": {"chunk_kimi_delta_attention": functools.partial(_delta, "kda")},
     "ssd": {"mamba2_split_conv1d_scan_combined": _not_fused, "mamba2_chunk_scan": _ssd},
 }
-"""The other functions that a forward calls, by its recurrence."""
+"""The functions that a forward calls besides the convolution, by its recurrence."""

@@ -19,16 +19,17 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.tensors import send
 
 RATIO = 0.75
-"""If rows may be padded, the least length of a row, as a share of the longest row in its group."""
+"""The least length of a row, as a share of the longest row in its group, if rows may be padded."""
 FULL = 8192
-"""On a GPU, the least slots of a group before another begins: a smaller group takes no longer than its launch."""
+"""On a GPU, the slots that a group must have before another begins: a smaller group takes less time than its launch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some sequences of a batch, one a row, padded on the right with copies of their last tokens.
+    """Some sequences of a batch, one per row, padded on the right with copies of their last tokens.
 
-    Padding may hold any value, but some norms would divide by zeros. Its results are dropped, so its gradient is zero.
+    Padding must not be zeros, since some norms would divide by zero. Other values make no difference: the results of
+    padding are dropped, so its gradient is zero.
 
     Attributes:
         tokens: int64 ``[n, L]``: the token in each slot, as an index into T.
@@ -73,12 +74,12 @@ class RowGroups:
 
 
 def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.ProcessGroup] = ()) -> RowGroups:
-    """Return the groups of a batch, which are made once for it.
+    """Return the row groups of a batch, which are made once per batch.
 
     Args:
         packed: the lengths of the sequences.
         equal: whether rows of a group must be equally long, so that nothing is padded.
-        among: groups of processes that must run the same number of row groups, since each run exchanges weights.
+        among: process groups whose members must run the same number of row groups, as each run exchanges weights.
             Processes with fewer row groups run one of their rows again, and drop the result.
     """
     groups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
@@ -123,7 +124,7 @@ def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[i
     Args:
         lengths: the lengths of the sequences.
         ratio: the least length of a sequence, as a share of the longest in its group.
-        least: the least slots of a group, whatever the ratio; the last group may have fewer.
+        least: the least number of slots in a group, whatever the ratio; the last group may have fewer.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     group: list[int] = []
@@ -141,7 +142,7 @@ def repad(x: object, rows: Rows, total: int) -> Any:
 
     ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions
     ``[axes, 1, T]`` become ``[axes, n, L]``; positions ``[T]`` become ``[L]``, counted from 0; a size that begins with
-    1 and T begins with n and L. Anything else is returned as it is.
+    1 and T begins with n and L. Anything else is returned unchanged.
     """
     if isinstance(x, torch.Size) and x[:2] == (1, total):
         return torch.Size((*rows.tokens.shape, *x[2:]))
@@ -165,7 +166,7 @@ def repad(x: object, rows: Rows, total: int) -> Any:
 def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
     """Return whether results are attention weights, ``[n, heads, L, L]``, or with more keys (DeepSeek-V4's compressed).
 
-    A group with as many heads as tokens is ambiguous: then another group decides, or all must be square.
+    A group with as many heads as tokens is ambiguous. Another group then decides, or all results must be square.
     """
     pairs = list(zip(results, shapes, strict=True))
     if not all(x.ndim == 4 and x.shape[0] == n and x.shape[2] == s <= x.shape[3] for x, (n, s) in pairs):
@@ -177,7 +178,7 @@ def unpad(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
     """Un-pad the groups' results, in any nesting, to one result ``[1, T, ...]`` (``[T, ...]`` if rows were flattened).
 
     Raises:
-        PatchError: a tensor does not have the rows' shape, so that the result of the whole batch is not defined.
+        PatchError: a tensor does not have the rows' shape, so it can't be put into one result of the batch.
     """
     first = results[0]
     if isinstance(first, tuple | list):
