@@ -37,7 +37,7 @@ from fastpack import cli as commands
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
         ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: needs fastpack"),
-        ({"--max_tokens": "0"}, "max_tokens=0; pass an int from 1 on"),
+        ({"--max_tokens": "0"}, "max_tokens=0; pass the tokens of a micro-batch, an int"),
         ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, which is not installed"),
         ({"--config": "bad.yaml"}, "while parsing a flow sequence"),
         ({"--config": "data.yaml"}, "In a --config, --data is dataset_name"),
