@@ -87,13 +87,13 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
             "peft_config": get_peft_config(model),
         }
         trainer: Any = getattr(trl, command.trainer)(**settings | command.models(source, args))
-    if args.script.ignore_bias_buffers:  # of DistributedDataParallel, as TRL's script does
+    if args.script.ignore_bias_buffers:  # DistributedDataParallel ignores them, as in TRL's script
         buffers = trainer.model.named_buffers()
         trainer.model._ddp_params_and_buffers_to_ignore = [name for name, b in buffers if b.dtype == torch.bool]
     ids, rows = len(tokenizer), trainer.model.get_input_embeddings().weight.shape[0]
     if ids > rows:
         raise UsageError(
-            f"the tokenizer has {ids:,} ids, the model embeds {rows:,}: use the model's own tokenizer"
+            f"the tokenizer has {ids:,} ids, but the model embeds {rows:,}: use the model's own tokenizer"
             + (", or set vocab_size in the config of --random_init" if ours.random_init else "")
         )
     return trainer

@@ -156,7 +156,7 @@ def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--kernels", "triton"), "there is no GPU here"),
         (("--loss",), "--loss is for --loop plain"),
         (("--loop", "plain", "--trainer-waits"), "--trainer-waits is for --loop trl"),
-        (("--offload", "checkpoints"), "--offload is for what is checkpointed"),
+        (("--offload", "checkpoints"), "--offload is for checkpointed layers"),
         (("--checkpointing", "--offload", "checkpoints"), "--offload needs a GPU"),
         (("--graphs",), "--graphs needs a GPU"),
     ],
@@ -211,7 +211,7 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--tokens", "64"), "--tokens is the sweep of --ops"),
+        (("--tokens", "64"), "--tokens sets the sweep of --ops"),
         (("--ops", "--rows", "4", "--trainer-waits"), "leave out --rows, --trainer-waits."),
         (("--ops", "--graphs"), "leave out --graphs."),
         (("--ops", "--plot", "ops.png"), "leave out --plot."),

@@ -114,7 +114,7 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     ("flags", "message"),
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
-        (["llama", "--all"], "--all is every family, and llama only some: leave one of them out"),
+        (["llama", "--all"], "--all runs every family: leave out either --all or llama"),
         (["--jobs", "0"], "argument --jobs: 0: pass 1 or more"),
         (["--timeout", "-1"], "--timeout -1: pass the seconds"),
         (["--timeout", "nan"], "--timeout nan: pass the seconds"),
