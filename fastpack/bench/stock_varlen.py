@@ -1,8 +1,8 @@
 """FlashAttention-2 for a stock transformers model: the best attention that a user could install today.
 
-Where flash-attn is installed that is transformers' own ``flash_attention_2``. Elsewhere it is the same kernel as
-torch carries it, registered at transformers' two extension points, where it reads the ``cu_seq_lens_q`` and
-``max_length_q`` of TRL's collator, so it waits for the device no more than flash-attn does.
+If flash-attn is installed, this is transformers' own ``flash_attention_2``. Otherwise it is torch's copy of the same
+kernel, registered at transformers' two extension points. It reads the ``cu_seq_lens_q`` and ``max_length_q`` of TRL's
+collator, so it waits for the device no more often than flash-attn does.
 
 Only the stock variants use it, in their own process; fastpack's backends are not involved.
 """
@@ -65,10 +65,10 @@ def varlen_forward(
         **kwargs: further keywords of transformers, which are ignored.
 
     Returns:
-        ``[1, T, H, D]``, and None for weights.
+        The output ``[1, T, H, D]``, and None for the attention weights.
 
     Raises:
-        ValueError: dropout was asked for, which the kernel lacks, or the batch is padded.
+        ValueError: there is dropout, which the kernel lacks, or the batch is padded.
     """
     from torch.nn.attention import varlen
 

@@ -237,7 +237,7 @@ def test_refused(tmp_path: Path) -> None:
         train_dataset=texts(),
         processing_class=word_tokenizer(),
     )
-    with pytest.raises(PatchError, match="packing made rows of several examples"):
+    with pytest.raises(PatchError, match="packing joined examples in one row"):
         fastpack.patch(packing, max_tokens=TokenBudget(30, too_long="truncate"))
     with pytest.raises(PatchError, match="SFTTrainer: packing joins a batch into one row; turn it off, or leave same"):
         fastpack.patch(packing, max_tokens=TokenBudget(80, same_steps=True))
