@@ -69,7 +69,7 @@ for step, (a, b) in enumerate(zip(one, many, strict=True), 1):
     print(f"{step:4}   {a:9.6f}   {b:11.6f}")
 apart = max(abs(a - b) / abs(a) for a, b in zip(one, many, strict=True))
 same = len(one) == 4 and apart <= 1e-5
-print(f"the losses are {'the same' if same else 'NOT the same'} as with one process: at most {apart:.0e} apart, relative")
+print(f"the losses are {'the same' if same else 'NOT the same'} as in one process: at most {apart:.0e} apart, relative")
 sys.exit(not same)
 PYTHON
 }

@@ -106,5 +106,5 @@ def test_a_launch_that_can_not_work_is_refused(arguments: list[str], message: st
 def test_the_losses_of_two_processes_are_those_of_one() -> None:
     done = bash("gists/ddp.sh", path=OURS)
     assert done.returncode == 0, done.stderr
-    assert "the losses are the same as with one process" in done.stdout
+    assert "the losses are the same as in one process" in done.stdout
     assert done.stdout.count("fastpack sft") == 2, "each run has one summary, however many take part"
