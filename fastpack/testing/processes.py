@@ -29,7 +29,7 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
 
     Args:
         families: the families' names.
-        task: the work on each of them.
+        task: the work on each family.
         jobs: the number of processes that run at the same time.
         timeout: the seconds for each family.
     """

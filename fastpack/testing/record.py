@@ -72,7 +72,7 @@ class Row:
         kinds: in mode ``exact``, the error of each kind of input.
         loss: the largest relative difference of three losses from those of the stock model on padded batches.
         speed: the stock model's step time on padded batches divided by the patched model's, without the first step.
-        refused: why the family, or this precision of it, is refused; else None.
+        refused: why the family is refused, at all or in this precision; else None.
         left_out: why the mode was left out: the error of training the stock model in this mode; else None.
         problem: why the row failed, or None.
     """

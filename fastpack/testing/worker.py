@@ -46,7 +46,7 @@ NOT_AS_PADDED = ("big_bird", "cpmant")
 logits of the sequence alone."""
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 NOT_FOR_LORA = ("out_proj", "conv1d")
-"""Modules of these models that PEFT must not wrap, since fused kernels read their weights."""
+"""Modules of :data:`MAMBAS` that PEFT must not wrap, since fused kernels read their weights."""
 
 
 @dataclass(frozen=True)

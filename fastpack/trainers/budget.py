@@ -70,7 +70,7 @@ class BudgetState:
 
 
 def budget_of(target: object) -> BudgetState | None:
-    """Return the token budget in force on a trainer, or None."""
+    """Return the token budget that is set up on a trainer, or None."""
     return trainer_record(target, BUDGET)
 
 
@@ -81,13 +81,13 @@ def plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool
 
     Args:
         target: the trainer.
-        max_tokens: the budget, or None to remove the one in force.
-        anew: whether to set the budget up even if the same one is in force. The caller does so after replacing the loss
-            that the budget wraps.
+        max_tokens: the budget, or None to remove the current one.
+        anew: whether to set the budget up even if the same budget is already set up. The caller does so after replacing
+            the loss that the budget wraps.
 
     Raises:
         PatchError: the target is not a trainer, or its batches can't follow a budget; the message says why.
-        PackingError: the data set's lengths can't be known, or an example is over the budget.
+        PackingError: the lengths of the data set's examples can't be read, or an example is over the budget.
     """
     state = budget_of(target)
     if max_tokens is None:

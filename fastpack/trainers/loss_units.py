@@ -265,9 +265,9 @@ def _row_tokens(inputs: Inputs) -> Tensor:
 def piece(inputs: Inputs, units: list[int], loss_unit: LossUnit) -> dict[str, Any]:
     """Return a part of a batch, with the given units only.
 
-    A tensor or list with one entry for each row, or for each unit, keeps the entries of these units; every other value
-    stays as it is. ``packed_seq_lens`` become the lengths of the remaining sequences. The model reads from the mask
-    where these sequences are.
+    A tensor or list with one entry for each row, or for each unit, keeps the entries of these units. Other values don't
+    change. ``packed_seq_lens`` become the lengths of the remaining sequences. The model reads from the mask where these
+    sequences are.
     """
     total = rows(inputs)
     count = total // loss_unit.rows_per_unit

@@ -218,7 +218,7 @@ def pair_log_probs(
         implementation: ``auto``, ``triton`` or ``torch``.
 
     Raises:
-        PackingError: hidden states or labels are not those of this batch.
+        PackingError: hidden states or labels don't belong to this batch.
         ValueError: ``ld_alpha`` is not from 0 to 1.
 
     Example:
@@ -270,7 +270,7 @@ def pair_log_probs_of_logits(
         wpo: see there.
 
     Raises:
-        PackingError: logits or labels are not those of this batch.
+        PackingError: logits or labels don't belong to this batch.
         ValueError: ``ld_alpha`` is not from 0 to 1.
 
     Example:

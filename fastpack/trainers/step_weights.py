@@ -198,7 +198,7 @@ def _ranks(trainer: TrainerLike, weights: StepWeights) -> int:
 
 @contextlib.contextmanager
 def _sft_weight_scaled(trainer: TrainerLike, factor: Tensor | None) -> Iterator[None]:
-    """Scale the weight of DPO's ``sft`` term by ``factor`` for one micro-batch; None leaves it as it is."""
+    """Scale the weight of DPO's ``sft`` term by ``factor`` for one micro-batch; None doesn't change it."""
     if factor is None:
         yield
         return

@@ -46,8 +46,8 @@ def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) ->
     """Count the tokens and the pairs of a batch, as the model gets it.
 
     Sequence starts are read from ``position_ids``, ``seq_idx``, ``packed_seq_lens`` or ``cu_seq_lens_q``, or from the
-    (segment) mask; without any of them, each row is one sequence. This function doesn't check that they agree; a
-    patched model does.
+    (segment) mask; without any of them, each row is one sequence. This function doesn't check that these inputs agree;
+    a patched model does.
 
     Args:
         batch: the model's keyword arguments, with ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, H]``.

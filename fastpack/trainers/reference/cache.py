@@ -35,7 +35,7 @@ from fastpack.utils.sharding import is_partitioned
 
 FILE = "log_probs.json"
 FORMAT = "2"  # changes whenever ids or values are computed in another way
-# entries of configs that don't affect log-probabilities, and that trainers and versions change
+# config entries that don't affect log-probabilities, but differ between trainers and versions
 _IRRELEVANT = frozenset(
     (
         "_name_or_path",
@@ -151,7 +151,7 @@ def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
 
 
 def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a config's entries as JSON by name, without those that don't affect values, also in nested configs."""
+    """Return a config's entries as JSON by name, without irrelevant entries, also in nested configs."""
     text = json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     entries = json.loads(text, object_hook=lambda node: {k: v for k, v in node.items() if k not in _IRRELEVANT})
     return {f"{prefix}.{name}": json.dumps(value, sort_keys=True) for name, value in entries.items()}

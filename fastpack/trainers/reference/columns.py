@@ -1,4 +1,4 @@
-"""Add columns of reference log-probabilities to data sets, also to those of TRL's trainers."""
+"""Add columns of reference log-probabilities to data sets, including the data sets of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def with_reference_log_probs(
     Raises:
         ReferenceCacheError: the cache belongs to another reference (the message says what differs) or can't be read; it
             is not changed. Or a log-probability is not finite; ranks hold different models or data.
-        PackingError: an example can't be read, or the data set has such columns already; ``max_tokens`` is not
-            positive.
+        PackingError: an example can't be read, or the data set already has columns of these names; ``max_tokens`` is
+            not positive.
         UnsupportedModelError: fastpack doesn't cover the model, or the model has no head over a vocabulary.
         PatchError: the model can't be the reference in its present state; the message says why.
 
