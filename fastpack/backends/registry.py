@@ -3,7 +3,7 @@
 A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``. To add one, write a file in this folder and
 a row here, at its place in the order in which ``auto`` asks. :data:`TRACED` names the backends that ``torch.compile``
 knows; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names those that read lengths on the host. The docstring
-of ``patch`` and the README list all backends.
+of ``patch`` and ``LIMITS`` of ``fastpack doctor`` list all backends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Backend(Protocol):
 
     @property
     def SERVES(self) -> Collection[str]:
-        """Attributes of :class:`fastpack.backends.call.Visibility` that it follows."""
+        """The attributes of :class:`fastpack.backends.call.Visibility` that the backend serves."""
 
     def run(self, call: AttentionCall, /) -> Tensor:
-        """``[T, H, V]``: attention of each token over the keys that ``call.visibility`` says."""
+        """Return ``[T, H, V]``: the attention of each token over the keys that ``call.visibility`` describes."""
 
     def rejects(self, shape: AttentionShape, /) -> str | None:
         """Return why this backend can't serve, visibility aside, or None if it can."""

@@ -91,7 +91,7 @@ def make_config(shape: str) -> Any:
 def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
-    For ``DPOTrainer`` the model has no adapters and is not patched: the trainer adds adapters and a reference.
+    For ``DPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched as a whole.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
 """FlashAttention-2 for a stock transformers model: the best attention that a user could install today.
 
-If flash-attn is installed, this is transformers' own ``flash_attention_2``. Otherwise it is torch's copy of the same
-kernel, registered at transformers' two extension points. It reads the ``cu_seq_lens_q`` and ``max_length_q`` of TRL's
-collator, so it waits for the device no more often than flash-attn does.
+If flash-attn is installed, this is transformers' own ``flash_attention_2``. Otherwise it is torch's copy of the kernel,
+registered at transformers' two extension points. It reads ``cu_seq_lens_q`` and ``max_length_q`` from TRL's collator,
+as flash-attn does, and so makes the host wait no more often.
 
 Only the stock variants use it, in their own process; fastpack's backends are not involved.
 """

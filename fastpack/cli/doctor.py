@@ -136,8 +136,8 @@ def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Return a table whose columns after the first may wrap."""
-    columns = [Column(name, no_wrap=name == headings[0]) for name in headings]
+    """Return a table in which all but the first column, and versions, may wrap."""
+    columns = [Column(name, no_wrap=name in (headings[0], "version")) for name in headings]
     return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 

@@ -50,7 +50,7 @@ def run(command: Command, arguments: Sequence[str]) -> int:
     if args.training.device.type == "cpu":
         require_trl_on_cpu(command.name)
     trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
-    trainer.save_model(args.training.output_dir)  # as TRL's scripts do, whatever --save_strategy is
+    trainer.save_model(args.training.output_dir)  # TRL's scripts save too, whatever --save_strategy is
     _finish(command, trainer, metrics, args)
     return 0
 
@@ -87,7 +87,7 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
             "peft_config": get_peft_config(model),
         }
         trainer: Any = getattr(trl, command.trainer)(**settings | command.models(source, args))
-    if args.script.ignore_bias_buffers:  # DistributedDataParallel ignores them, as in TRL's script
+    if args.script.ignore_bias_buffers:  # DistributedDataParallel reads this, as in TRL's script
         buffers = trainer.model.named_buffers()
         trainer.model._ddp_params_and_buffers_to_ignore = [name for name, b in buffers if b.dtype == torch.bool]
     ids, rows = len(tokenizer), trainer.model.get_input_embeddings().weight.shape[0]

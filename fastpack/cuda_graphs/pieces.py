@@ -1,8 +1,9 @@
 """Cut recordings into pieces, so that the device starts the first piece while the host submits the next one.
 
 A device starts a graph only once all of it has been submitted, which takes the host about 1 us a kernel: 1 to 1.5 ms
-for a stack's forward, and as much for its backward (measured). A first piece of one layer is submitted after a tenth of
-that time. It runs longer than the submission of the next four layers takes, and these run longer than that of the rest.
+for a stack's forward, and as much for its backward (measured). The first piece has one layer, and is submitted in a
+tenth of that time. While the device runs it, the host submits the next four layers; while those run, it submits the
+rest. So the device never waits after the first piece.
 """
 
 from __future__ import annotations

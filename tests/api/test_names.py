@@ -48,7 +48,7 @@ def test_every_name_is_listed_and_no_other_is_there() -> None:
         fastpack.patches  # noqa: B018
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT_PATHS)
 def test_short_paths(name: str) -> None:
     """As an attribute, as an import, and with its names; each the module's own."""

@@ -59,14 +59,14 @@ def test_exact(case: Case, dtype: torch.dtype) -> None:
     assert_exact(triton_packed.run, case, dtype)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @interpreted
 @pytest.mark.parametrize("case", [*SIZES, *LARGE_GROUPS], ids=str)
 def test_sizes_and_groups(case: Case) -> None:
     assert_exact(triton_packed.run, case, FLOAT)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # in rows that are not stored
 @pytest.mark.parametrize(("case", "tile"), TILED, ids=str)
@@ -75,13 +75,14 @@ def test_many_tiles(case: Case, tile: AttentionTile, cut: Cut) -> None:
     assert_exact(triton_packed.run, case, FLOAT)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("window", [None, 129])
 def test_many_tiles_of_the_usual_size(window: int | None) -> None:
     assert_exact(triton_packed.run, Case(lengths="blocks", groups=4, window=window, head_dim=8), HALF)
 
 
+@pytest.mark.sample(1)
 @interpreted
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive(scale: float) -> None:
@@ -99,6 +100,7 @@ def test_naive_concatenation_fails_the_same_check() -> None:
     assert min(result.values()) > 0.1, result
 
 
+@pytest.mark.sample(1)
 @interpreted
 @pytest.mark.parametrize("sinks", [False, True])
 def test_sequences_that_do_not_count_are_left_out(sinks: bool) -> None:

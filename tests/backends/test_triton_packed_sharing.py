@@ -33,7 +33,7 @@ SHARED = [(case, tile, 4, 1) for case, tile in TILED]
 SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_dim=8), ONE_LOOP, 4, 2)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize(("case", "tile", "most", "least"), SHARED, ids=str)

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_one_batch(name: str, ranks: Ranks, tmp_path: Path) -> None:
     kind, budget, further = CASES[name]

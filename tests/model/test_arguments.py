@@ -141,7 +141,7 @@ def test_marks_that_no_mask_reads(model_type: str, name: str, settings: dict[str
     assert relative(result[MASK.bool()], stock[MASK.bool()]) <= FLOAT32_BOUND
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [False, True])
 def test_marks_of_images_are_read_while_compiling_too(images: bool) -> None:
     torch.compiler.reset()

@@ -150,6 +150,7 @@ def test_lora_with_checkpointing(patch_first: bool) -> None:
     assert "checkpoint" in str(compiler.graphs[0].graph)
 
 
+@pytest.mark.slow
 def test_fused_loss_and_graphs() -> None:
     """The loss without logits compiles too, and recordings are skipped."""
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1), loss="fused", graphs="auto")

@@ -71,7 +71,7 @@ def traced(graph: torch.fx.GraphModule) -> set[str]:
     return {".".join(match) for stack in stacks for match in frame.findall(stack)}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     model = fastpack.patch(one_of_each_kind(tiny_model(model_type)))
@@ -134,7 +134,7 @@ def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
     assert all("bitsandbytes" in str(graph.graph) for graph in (*compiler.fw_graphs, *compiler.bw_graphs))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_lora_over_4_bits_under_autocast(reentrant: bool | None, tmp_path: Path) -> None:
     """The model is prepared by PEFT, with and without checkpointing; norms and embeddings are trained too."""

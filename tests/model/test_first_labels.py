@@ -118,7 +118,7 @@ def test_nothing_is_counted_where_every_sequence_begins_its_row_and_nothing_is_p
         model(**padded(SEQUENCES, "left"), num_items_in_batch=70)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_anew")
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_compiled_as_one_graph(loss: Any) -> None:

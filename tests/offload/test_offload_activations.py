@@ -362,7 +362,7 @@ def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.sample(1)
 @KINDS
 def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
-    """As in a loop that rebinds the loss only after the next forward."""
+    """A loop may keep its loss until after the next forward; that keeps no activations alive."""
     model = with_products(tiny(), reentrant=reentrant)
     sizes = []
     for _ in range(3):
@@ -378,7 +378,7 @@ def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
 @pytest.mark.parametrize("rates", [Rates(1.0, 1.0), None], ids=["sent", "none sent"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks up every operation of the second run among those of the first, so all of them have to run again."""
+    """Selective checkpointing expects the second run to repeat every operation of the first, so none is left out."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     monkeypatch.setattr(LateLink, "rates", lambda self, dtype: rates)

@@ -323,6 +323,7 @@ def test_what_contradicts_it(numbers: Sequence[int], further: dict[str, Any], ma
     assert read_packing((1, 6), CPU, attention_mask=mask).num_sequences == len(set(numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_anew")
 def test_compiled_with_one_break() -> None:
     """As any batch that is read in the model: the lengths between two regions, all else in one."""

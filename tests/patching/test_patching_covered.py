@@ -56,7 +56,7 @@ ACTIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["model", "trainer"])
 @pytest.mark.parametrize("action", ACTIONS)
 def test_trls_fused_head_stays(action: str, first: str, tmp_path: Path, calls: Calls) -> None:

@@ -229,6 +229,7 @@ def test_a_cache_with_packed_positions_is_refused() -> None:
         prefixed(input_ids=batch["input_ids"], position_ids=torch.arange(sum(LENGTHS))[None])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])
 def test_a_trainer_that_wraps_a_patched_model(kind: str, tmp_path: Path) -> None:
     def train(patch: bool, padding_free: bool) -> list[float]:

@@ -70,6 +70,7 @@ def test_other_objects_raise() -> None:
             fastpack.patch(target)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize(
     ("build", "event", "bf16"),

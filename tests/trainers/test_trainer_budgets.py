@@ -63,7 +63,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_micro_batches_give_the_gradient_of_one_batch(name: str, tmp_path: Path) -> None:
     kind, further = UNEVEN[name]

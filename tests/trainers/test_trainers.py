@@ -22,7 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("patch", ["model", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_patched_equals_unpatched(feed: str, patch: str, tmp_path: Path, calls: Calls) -> None:

@@ -76,6 +76,7 @@ def test_rewards_have_no_trained_tokens(tmp_path: Path) -> None:
     assert not any("trained" in name for name in result[-1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("patch", [False, True])
 def test_grpo_and_kto(patch: bool, tmp_path: Path) -> None:
     """Generation doesn't count as work; patched and stock trainers have the same counts."""
