@@ -3,7 +3,7 @@
 # optimiser's state don't fit on one GPU. Flags after -- go to `fastpack sft` or `fastpack dpo`. Without a GPU the
 # processes share the CPU and communicate over gloo.
 #
-#   bash gists/ddp.sh                                        a tiny example: two processes give the losses of one
+#   bash gists/ddp.sh                                        a tiny example: two processes give the same losses as one
 #   bash gists/ddp.sh -- sft --model_name_or_path MODEL --dataset_name DATA      DDP, on all GPUs
 #   bash gists/ddp.sh 4 --fsdp -- dpo --model_name_or_path MODEL --dataset_name PAIRS     FSDP2, on four of them
 set -euo pipefail
@@ -33,7 +33,7 @@ start() {
 # example COUNT: train eight rows a step in one process, then split over COUNT processes
 example() {
     local count="$1" folder processes
-    ((8 % count == 0)) || fail "the example deals 8 rows to 2, 4 or 8 processes, not to $count"
+    ((8 % count == 0)) || fail "the example splits 8 rows over 2, 4 or 8 processes, not over $count"
     folder="$(mktemp -d)"
     # shellcheck disable=SC2064
     trap "rm -rf '$folder'" EXIT
@@ -69,7 +69,7 @@ for step, (a, b) in enumerate(zip(one, many, strict=True), 1):
     print(f"{step:4}   {a:9.6f}   {b:11.6f}")
 apart = max(abs(a - b) / abs(a) for a, b in zip(one, many, strict=True))
 same = len(one) == 4 and apart <= 1e-5
-print(f"the losses are {'those' if same else 'NOT those'} of one process: {apart:.0e} of themselves apart at most")
+print(f"the losses are {'the same' if same else 'NOT the same'} as in one process: at most {apart:.0e} apart, relative")
 sys.exit(not same)
 PYTHON
 }
@@ -83,7 +83,7 @@ while (($#)) && [[ "$1" != "--" ]]; do
         exit
         ;;
     *)
-        [[ "$1" =~ ^[1-9][0-9]*$ ]] || fail "bash gists/ddp.sh [N] [--fsdp] [-- sft|dpo FLAG...], not '$1'"
+        [[ "$1" =~ ^[1-9][0-9]*$ ]] || fail "pass [N] [--fsdp] [-- sft|dpo FLAG...], not '$1'"
         count="$1"
         ;;
     esac
@@ -93,7 +93,7 @@ done
 
 case "${1:-}" in
 sft | dpo | "") ;;
-*) fail "after -- comes sft or dpo, then its flags; not '$1'" ;;
+*) fail "after --, pass sft or dpo and its flags, not '$1'" ;;
 esac
 
 prepare trl
@@ -105,7 +105,7 @@ if ((gpus > 0 && ${count:-0} > gpus)); then
     fail "$count processes need $count GPUs, but there are $gpus"
 fi
 if (($# == 0)); then
-    [[ "$wrap" == ddp ]] || fail "the example uses DDP; for --fsdp, say after -- what to train"
+    [[ "$wrap" == ddp ]] || fail "the example uses DDP; with --fsdp, pass sft or dpo and its flags after --"
     example "${count:-2}"
 else
     start "${count:-$((gpus > 0 ? gpus : 2))}" "$wrap" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up, then trains a tiny model stock, then patched, and compares. Flags go to `fastpack demo`.
+# Sets everything up, then trains a tiny model stock, then patched, and compares the runs. Flags go to `fastpack demo`.
 set -euo pipefail
 # shellcheck source=gists/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

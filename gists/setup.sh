@@ -1,4 +1,4 @@
-# Functions that the other scripts source; it does nothing by itself.
+# Functions for the other scripts, which source this file. It does nothing by itself.
 #
 #   prepare EXTRAS   change to the repository, activate its .venv, and install torch, fastpack and these extras.
 #
@@ -31,7 +31,7 @@ prepare() {
 make_venv() {
     local python options=()
     python="$(find_python)"
-    # The .venv also sees a torch that the system has, built for its GPU.
+    # let the .venv use a torch that the system already has, built for its GPU
     if "$python" -c 'import sys, importlib.util as u; sys.exit(sys.prefix != sys.base_prefix or not u.find_spec("torch"))'; then
         options=(--system-site-packages)
     fi
@@ -56,7 +56,7 @@ quiet_pip() {
     python -m pip -qq --disable-pip-version-check --no-input "$@"
 }
 
-# satisfied torch | EXTRAS: check that the requirements in pyproject.toml are installed, and this folder as fastpack
+# satisfied torch | EXTRAS: check that the requirements in pyproject.toml and this folder's fastpack are installed
 satisfied() {
     python -I - "$ROOT" "$1" <<'PYTHON'
 import sys

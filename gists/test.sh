@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs the whole test suite.
 #
-#   bash gists/test.sh            lint, types, and a pairwise cover of the parametrised tests
+#   bash gists/test.sh            lint and type checks, and parametrised tests that cover all pairs of values
 #   bash gists/test.sh --all      every parametrised test, and the other frameworks
 #   bash gists/test.sh -k packing -x    any flag of pytest
 set -euo pipefail
@@ -22,5 +22,5 @@ ruff check --quiet
 ruff format --check --quiet
 mypy
 lint-imports --no-logo --no-cache
-# one thread a worker: threads of several processes wait for each other, and everything gets many times slower
+# one thread a worker: with more, threads wait for those of other processes, and all tests get many times slower
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest ${workers[@]+"${workers[@]}"} "$@"

@@ -1,4 +1,4 @@
-"""Measure this machine's highest rates of matmuls and copies, the floor under every time.
+"""Measure this machine's highest rates of matmuls and copies, which set a floor under every time.
 
 Run ``python -m fastpack.bench.ceiling`` in a process of its own; its last line of output is JSON.
 """
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "f
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Measured rates: operations a second of a large matmul, and bytes a second read and written by a copy."""
+    """The measured rates: a large matmul's operations a second, and the bytes a second that a copy reads and writes."""
 
     flops: float
     bandwidth: float
@@ -32,7 +32,7 @@ class Ceiling:
 def measure() -> Ceiling:
     """Measure medians on this machine, in bfloat16 on a GPU and float32 on a CPU.
 
-    The matrices are random: with zeros a GPU draws less power and runs faster than it ever does in training.
+    The matrices are random: with zeros, a GPU draws less power and runs faster than in training.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -1,11 +1,12 @@
-"""The floating-point operations of matmuls that the timed steps of a run need, for the floor under their time.
+"""Count the floating-point operations of the matmuls that a run's timed steps need, for the floor under their time.
 
 These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts them), with two exceptions:
 
-- the head is only needed on tokens that predict one: all but the last of each sequence, and for DPO completions;
+- the head is only needed for tokens that predict another token: all but the last of each sequence, and with DPO only
+  those that predict a token of a completion;
 - with gradient checkpointing each layer's forward is computed once more (Chen et al., "Training Deep Nets with
-  Sublinear Memory Cost", arXiv:1604.06174), except for matmuls that only its output needs: the last one of a
-  gated MLP, with LoRA that of its B.
+  Sublinear Memory Cost", arXiv:1604.06174), except for matmuls that only its output needs: the last matmul of a gated
+  MLP, and with LoRA the matmul with its B.
 
 DPO's reference adds a forward, without adapters. A prompt that a pair's sequences share is counted twice.
 """
@@ -42,5 +43,5 @@ def needed_flops(settings: RunSettings) -> int:
     if settings.checkpointing:
         last = config.intermediate_size if settings.mode == "full" else config.intermediate_size + LORA_RANK
         needed += forward - tokens * (head + config.num_hidden_layers * 2 * config.hidden_size * last)
-    # the head's forward, the gradient of its input, and that of its weight where it trains
+    # the head's forward, the gradient of its input, and the gradient of its weight if the weight trains
     return needed - head * (3 if settings.mode == "full" else 2) * (tokens - predicted)

@@ -1,4 +1,4 @@
-"""The lengths of a batch's rows in tokens; for DPO, of the prompt and both completions of each pair."""
+"""Draw or read the lengths of rows in tokens; for DPO, of the prompt and both completions of each pair."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length:
         count: the number of rows.
         kind: ``alpaca`` draws lengths of instruction data (log-normal, median 149, 5 % below about 40, 5 % above about
             450, at most 663: the Alpaca data set under a 16k vocabulary); a number is the length of every row; anything
-            else is the path of a JSON file with a list of lengths, which are taken in order and repeated.
+            else is the path of a JSON file with a list of lengths, which are used in order and repeated.
         seed: the seed of the draws.
         max_length: the length to which longer rows are cut, or None.
 
     Raises:
-        ValueError: there is no such file, it has no list of whole numbers, or a length is below 2.
+        ValueError: there is no such file, the file has no list of whole numbers, or a length is below 2.
     """
     if kind == "alpaca":
         draw = random.Random(seed)
@@ -42,7 +42,7 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length:
     else:
         lengths = [int(kind)] if kind.isdigit() else _read(kind, "alpaca")
     if not all(_is_count(length, 2) for length in lengths):
-        raise ValueError("pass lengths of rows as whole numbers from 2 on: one token alone has nothing to predict.")
+        raise ValueError("pass lengths of rows as whole numbers of at least 2: one token alone has nothing to predict.")
     return [min(length, max_length or length) for length in islice(cycle(lengths), count)]
 
 
@@ -53,15 +53,15 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
         count: the number of pairs.
         kind: ``chat`` draws lengths of chat preferences (log-normal, medians 193 and 338, the two completions of a pair
             correlated by a half: a preference data set of LLaMA-Factory's under a 16k vocabulary); a number is the
-            length of every row, half of it the prompt; anything else is the path of a JSON file with a list of
-            ``[prompt, chosen, rejected]``, which are taken in order and repeated.
+            length of every row, of which half is the prompt; anything else is the path of a JSON file with a list of
+            ``[prompt, chosen, rejected]`` lists, which are used in order and repeated.
         seed: the seed of the draws.
-        max_length: the length to which rows are cut at the end of completions, as TRL does, or None; pairs with as long
-            a prompt are left out.
+        max_length: the length to which rows are cut at the end of completions, as TRL does, or None. Pairs whose prompt
+            is not shorter are left out.
 
     Raises:
-        ValueError: there is no such file, it has no such list, the number is below 2, or no prompt is shorter than
-            ``max_length``.
+        ValueError: there is no such file, the file has no such list, the number is below 2, or no prompt is shorter
+            than ``max_length``.
     """
     if kind == "chat":
         draw = random.Random(seed)
@@ -73,7 +73,7 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
         triples = _read(kind, "chat")
     if not all(isinstance(p, list) and len(p) == 3 and all(_is_count(length, 1) for length in p) for p in triples):
         raise ValueError(
-            "pass lists of three positive whole numbers, tokens of prompt, chosen and rejected; or a number from 2 on."
+            "pass lists of three positive whole numbers (of prompt, chosen and rejected tokens), or a number above 1."
         )
     longest = max_length or max(map(sum, triples))
     pairs = [(p, min(c, longest - p), min(r, longest - p)) for p, c, r in triples if p < longest]
@@ -83,12 +83,12 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
 
 
 def sequences(pairs: list[Pair]) -> list[int]:
-    """Return the lengths of the pairs' sequences: prompt with chosen completion, then prompt with rejected one."""
+    """Return the lengths of the pairs' sequences: prompt plus chosen completion, then prompt plus rejected one."""
     return [prompt + completion for prompt, *completions in pairs for completion in completions]
 
 
 def make_rows(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]]:
-    """Return rows of these lengths of random token ids."""
+    """Return rows of random token ids, of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
@@ -106,18 +106,18 @@ def _draw_pair(draw: random.Random) -> Pair:
 
 
 def _read(name: str, keyword: str) -> list[Any]:
-    """Return the list in a JSON file; ``keyword``, for the message, draws lengths without a file."""
+    """Return the list in a JSON file; the error message offers ``keyword``, which draws lengths without a file."""
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"no such file; pass {keyword!r}, a number of tokens from 2 on, or a JSON file of lengths.")
+        raise ValueError(f"no such file; pass {keyword!r}, a number of tokens (at least 2), or a JSON file of lengths.")
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"it is no JSON: {error}.") from error
+        raise ValueError(f"it is not JSON: {error}.") from error
     if not isinstance(items, list) or not items:
         raise ValueError("it must hold a JSON list of lengths.")
     return items
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least  # JSON's true is no number
+    return type(value) is int and value >= least  # JSON's true is not a number

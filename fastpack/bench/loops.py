@@ -1,4 +1,4 @@
-"""The two ways in which a variant is trained: by TRL's unmodified trainers, and in a plain loop."""
+"""Train a variant in one of two ways: with TRL's unmodified trainers, or in a plain loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from fastpack.data import with_packed_seq_lens
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 WITHOUT_WAITING: dict[str, Any] = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
-"""By default transformers' trainer waits for the device twice a step: to check whether the loss is a number, and to
-copy a batch. Its host work after that is not hidden behind the device's."""
+"""Settings that avoid waits. By default, transformers' trainer waits for the device twice a step: to check whether the
+loss is a number, and to copy a batch. The host work after a wait doesn't overlap with the device's work."""
 
 FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-"""The collator of packed variants: positions restart, and boundaries are passed on. TRL's own collator passes them on
-from 1.16; before, every attention layer would compute them again, and wait for the device each time."""
+"""The collator of packed variants. Positions restart at each sequence, and the sequence boundaries are passed on. TRL's
+own collator passes boundaries on since 1.16. Without them, every attention layer computes them again, and waits for the
+device each time."""
 
 LossesAndNorms = tuple[list[float], list[float]]
 """The losses and gradient norms of the first steps."""
@@ -33,7 +34,7 @@ class StepCallback(TrainerCallback):
     """A callback that marks the ends of steps on a timer, and has the compared steps logged."""
 
     def __init__(self, timer: StepTimer) -> None:
-        """Set up with the timer."""
+        """Set up the callback with its timer."""
         self.timer = timer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -89,8 +90,8 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``DPOTrainer`` of a variant, as a user would call it.
 
-    With LoRA the reference is the policy with its adapters off, else a copy. The first steps, which are compared, learn
-    nothing: see :class:`LearnLater`.
+    With LoRA, the reference is the policy with its adapters off; without LoRA, it is a copy. The first steps, which are
+    compared, learn nothing: see :class:`LearnLater`.
     """
     from datasets import Dataset
     from trl.trainer.dpo_config import DPOConfig
@@ -106,7 +107,7 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
         peft_config=lora_config() if lora else None,
         callbacks=[LearnLater()],
     )
-    # the trainer only takes texts, which it tokenizes; these are token ids already
+    # the trainer takes only texts, which it tokenizes; our pairs are token ids already
     pairs = make_pairs(settings.pair_lengths(), model.config.vocab_size, settings.seed)
     trainer.train_dataset = Dataset.from_list(pairs)
     if settings.spec.patched:
@@ -117,10 +118,10 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 class LearnLater(TrainerCallback):
     """A callback that keeps the learning rate at 0 while variants are compared.
 
-    A reward is beta times the difference of two log-probabilities near -7,000 (700 tokens of random weights), each a
-    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all, this
-    leaves noise of some hundredths in a loss of 0.7, and of a sixth in the gradients' norm. While both are the same
-    computation they round alike: the norms of stock and patched models agree to 1e-3.
+    A reward is beta times the difference of two log-probabilities near -7,000 (700 tokens, random weights). Each is a
+    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all, the
+    rounding leaves noise of some hundredths in a loss of 0.7, and noise of a sixth in the gradients' norm. While policy
+    and reference are the same computation, they round alike: the norms of stock and patched models agree to 1e-3.
     """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -130,14 +131,14 @@ class LearnLater(TrainerCallback):
 
 
 def make_pairs(lengths: list[Pair], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
-    """Return pairs of these lengths of random tokens, under the names that TRL's collator reads."""
+    """Return pairs of random tokens, of these lengths, under the names that TRL's collator reads."""
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     rows = iter(make_rows([length for pair in lengths for length in pair], vocabulary, seed))
     return [{name: next(rows) for name in names} for _ in lengths]
 
 
 def trainer_arguments(settings: RunSettings, folder: str) -> dict[str, Any]:
-    """Return the arguments of the config of any of TRL's trainers."""
+    """Return the config arguments that all of TRL's trainers share."""
     return {
         "output_dir": folder,
         "per_device_train_batch_size": settings.rows,
@@ -160,7 +161,7 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
     """Train in a user's own loop over ``model(..., labels=...)`` with AdamW."""
     variant = settings.spec
     device = next(model.parameters()).device
-    if variant.liger:  # with its fused loss; TRL's trainer does this by itself
+    if variant.liger:  # apply Liger with its fused loss, as TRL's trainer does by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)

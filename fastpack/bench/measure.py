@@ -1,8 +1,8 @@
-"""Measure training steps as a user waits for them, and calls without the host's time to launch them.
+"""Measure training steps by the time that a user waits, and calls without the host's time to launch them.
 
-On a GPU a batch of calls is queued behind a pause, so that they run one after the other without waiting for the host;
-their mean is one sample, and the median of the samples is the result. Calls take turns over several sets of inputs
-and keep as many results, so that no data is found in the cache.
+On a GPU, a batch of calls is queued behind a pause, so that the calls run one after the other without waiting for the
+host. Their mean is one sample, and the median of the samples is the result. Calls take turns over several sets of
+inputs, and the latest results are kept, one for each set, so that no data is in the cache already.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ QUEUED_SECONDS = 1.2e-3
 SAMPLE_SECONDS = 5e-3
 """The longest work on the device for one sample."""
 TOTAL_SECONDS = 1.0
-"""The longest time for all samples, unless these are fewer than :data:`FEWEST`."""
+"""The longest time for all samples; at least :data:`FEWEST` samples are taken."""
 FEWEST = 5
 
 
 class StepTimer:
-    """A timer of the steps after the warm-up, which waits for no device.
+    """A timer of the steps after the warm-up, which doesn't wait for the device.
 
-    A step's time runs from the end of the one before to its own end, both as the device reaches them. Work in between
-    (fetching, logging, cleaning up) counts, as it does for users; work hidden behind the device's does not.
+    A step's time runs from the end of the previous step to its own end, as the device reaches them. Work in between
+    (fetching, logging, cleaning up) counts, as it does for users. Host work that overlaps with the device's work does
+    not count.
 
     Args:
         warmup: the number of steps that are not timed.
     """
 
     def __init__(self, warmup: int) -> None:
-        """Set up with the number of steps that are not timed."""
+        """Set up the timer with the number of steps that are not timed."""
         self._warmup = warmup
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Begin the first step; later, end a step and begin the next."""
+        """Begin the first step; in later calls, end a step and begin the next."""
         if torch.cuda.is_available():
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
@@ -109,5 +110,5 @@ def peak_extra_memory(call: Callable[[], Sequence[torch.Tensor]], device: torch.
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    returned = call()  # the allocator counts at the request, not when the device gets there
+    returned = call()  # the allocator counts memory when it is requested, not when the device uses it
     return torch.cuda.max_memory_allocated() - before - sum(tensor.nbytes for tensor in returned)

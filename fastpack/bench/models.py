@@ -1,4 +1,4 @@
-"""The timed models: real shapes and random weights, trained whole, with LoRA, or with LoRA on 4-bit weights."""
+"""The timed models, with real shapes and random weights; trained whole, with LoRA, or with LoRA on 4-bit weights."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def patch(target: Any, settings: RunSettings) -> None:
 
 
 def quantised(model: Any) -> Any:
-    """Return the model with every linear layer but the head in bitsandbytes' NF4 with double quantisation.
+    """Return the model with every linear layer except the head in bitsandbytes' NF4, with double quantisation.
 
-    It is loaded as a user loads a checkpoint, from the weights in memory instead of a file.
+    The model is loaded as a user loads a checkpoint, but from the weights in memory instead of a file.
     """
     from transformers import BitsAndBytesConfig
 
@@ -153,7 +153,7 @@ def quantised(model: Any) -> Any:
 
 
 def lora_config() -> Any:
-    """Return the config of LoRA of rank 16 on every linear layer but the head, without dropout."""
+    """Return the config of LoRA of rank 16 on every linear layer except the head, without dropout."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -162,9 +162,9 @@ def lora_config() -> Any:
 
 
 def with_lora(model: Any) -> Any:
-    """Add LoRA of rank 16 to every linear layer but the head.
+    """Add LoRA of rank 16 to every linear layer except the head.
 
-    On 4-bit weights A and B are bfloat16, as TRL casts them.
+    On 4-bit weights, A and B are bfloat16, as in TRL.
     """
     from peft import get_peft_model
 

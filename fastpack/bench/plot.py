@@ -1,4 +1,4 @@
-"""The benchmark's picture: each variant's speed, the floor's rate, and peak memory."""
+"""Draw the benchmark's picture: each variant's speed and peak memory, and the floor's rate."""
 
 from __future__ import annotations
 

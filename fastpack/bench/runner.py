@@ -1,4 +1,4 @@
-"""Run variants in turn, each in a process of its own, and put all results into one record."""
+"""Run variants in turn, each in its own process, and put all results into one record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def title(self) -> str:
-        """Return the training in one line: the main settings, and all others that differ from their defaults."""
+        """Return the main settings, and all others that differ from their defaults, in one line."""
         default = asdict(RunSettings(""))
         shown = {
             name: value for name, value in asdict(self.settings).items() if value != default[name] or name in ALWAYS
@@ -86,12 +86,12 @@ class Outcome:
 
 
 def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
-    """Measure the machine, then each variant, one process after the other, as long as their losses agree.
+    """Measure the machine, then each variant in its own process; stop when losses disagree.
 
     Raises:
-        FastpackError: a process failed for another reason than memory; its output is printed before.
+        FastpackError: a process failed for another reason than a lack of memory; its output is printed first.
     """
-    half = on_gpu or settings.mode == "qlora"  # on a CPU, only adapters of 4-bit weights are bfloat16
+    half = on_gpu or settings.mode == "qlora"  # on a CPU, only the adapters of 4-bit weights are bfloat16
     machine = _run("measuring this machine", "fastpack.bench.ceiling")
     ceiling = Ceiling(**machine["ceiling"])
     results: list[RunResult] = []
@@ -110,11 +110,11 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:
-    """Run a module in a process of its own, and return the JSON of the last line that it prints."""
+    """Run a module in its own process, and return the JSON of the last line that it prints."""
     ended = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if ended.returncode:
         print(ended.stderr, file=sys.stderr)
-        last = (ended.stderr.strip() or "it said nothing").splitlines()[-1]
+        last = (ended.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise FastpackError(f"{name} failed (exit {ended.returncode}): {last}")
     output: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return output

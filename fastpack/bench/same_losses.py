@@ -1,8 +1,8 @@
 """Check that all variants train the same model; otherwise their speeds mean nothing.
 
-Before the next variant begins, each is compared with the first over its first steps: the loss, and the norm of all
-gradients. With random weights the loss hardly changes when sequences see each other (by 1e-3); the norm changes by 4 %
-and more, and only the norm shows a wrong backward.
+Before the next variant begins, each variant is compared with the first one over its first steps, by the loss and by the
+norm of all gradients. With random weights, the loss hardly changes if sequences see each other (by 1e-3), but the norm
+changes by 4 % or more. Only the norm shows a wrong backward.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LossAgreement:
         return (
             f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
             f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.variant!r}, in "
-            f"the {self.what} of step {self.step}, by {self.difference:.1e} of it (bound {self.bound:g})"
+            f"the {self.what} of step {self.step}, by {self.difference:.1e}, relative (bound {self.bound:g})"
         )
 
 

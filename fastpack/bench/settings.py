@@ -10,7 +10,7 @@ from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequen
 from fastpack.bench.variants import VARIANTS, Variant
 
 COMPARED_STEPS = 5
-"""The number of first steps whose losses and gradient norms are read and compared."""
+"""The number of first steps in which losses and gradient norms are read and compared."""
 
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = "out of memory"
@@ -74,12 +74,12 @@ class RunResult:
 
     Attributes:
         backend: the attention kernel.
-        seconds, tokens: of each timed step; ``tokens`` are real ones.
+        seconds, tokens: the seconds and the real tokens of each timed step.
         slots: tokens of all timed steps, padding included.
-        peak_memory: GiB in tensors, once the model is built; on a CPU, the process's peak GiB.
-        held_memory: GiB that the allocator reserved, which other processes see as used, with the memory that CUDA
-            graphs keep. None on a CPU.
-        losses, gradient_norms: of the first steps, on which variants are compared.
+        peak_memory: the peak GiB in tensors after the model is built; on a CPU, the process's peak GiB.
+        held_memory: the GiB that the allocator reserved, including the memory that CUDA graphs keep; other processes
+            see all of it as used. None on a CPU.
+        losses, gradient_norms: the losses and gradient norms of the first steps, by which variants are compared.
         error: why there are no results.
     """
 
@@ -96,5 +96,5 @@ class RunResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the median of the rates of all timed steps: their lengths differ."""
+        """Return the median rate of all timed steps; it is a median since steps differ in length."""
         return statistics.median(n / seconds for n, seconds in zip(self.tokens, self.seconds, strict=True))

@@ -65,10 +65,10 @@ def varlen_forward(
         **kwargs: further keywords of transformers, which are ignored.
 
     Returns:
-        ``[1, T, H, D]``, and None for weights.
+        The output ``[1, T, H, D]``, and None for the attention weights.
 
     Raises:
-        ValueError: dropout was asked for, which the kernel lacks, or the batch is padded.
+        ValueError: there is dropout, which the kernel lacks, or the batch is padded.
     """
     from torch.nn.attention import varlen
 

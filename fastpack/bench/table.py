@@ -1,4 +1,4 @@
-"""The benchmark's table."""
+"""Print the benchmark's table."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _legend(outcome: Outcome) -> str:
     ceiling = outcome.ceiling
     padding = max((outcome.row_dict(row)["padding_share"] for row in outcome.ran), default=0)
     return (
-        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: all of them together; "
-        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matmuls alone would allow at "
-        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: peak of tensors, on a CPU of the "
-        f"process; held: reserved by the allocator; at most {padding:.0%} of a variant's slots are padding"
+        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: all steps together; "
+        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the matmuls alone would allow at "
+        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: peak of tensors, or on a CPU of "
+        f"the process; held: reserved by the allocator; at most {padding:.0%} of a variant's slots are padding"
     )

@@ -1,4 +1,4 @@
-"""The variants of a training run: the form of batches, the attention kernel, and the changes to the stock model."""
+"""The variants of a training run, which differ in their batches, attention kernel and changes to the stock model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Variant:
 
     Attributes:
         what: a line for the help text.
-        packed: batches are flattened, as with TRL's ``padding_free=True``; else padded with a mask.
-        varlen: attention is FlashAttention-2's kernel for packed sequences; else transformers' sdpa.
+        packed: batches are flattened, as with TRL's ``padding_free=True``; otherwise they are padded, with a mask.
+        varlen: attention is FlashAttention-2's kernel for packed sequences; otherwise transformers' sdpa.
         liger: Liger's kernels are applied.
         patched: fastpack patches the model.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
         fused: the trainer's loss is fused with the head: ``patch(trainer, loss="fused")``.
         shared: the prompt that a pair's sequences share runs once.
-        trainers: the trainers that it works with. DPO's trainer always pads.
+        trainers: the trainers that the variant works with. DPO's trainer always pads.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Variant:
     trainers: tuple[str, ...] = ("sft",)
 
     def unavailable(self, on_gpu: bool, graphs: str | None = None) -> str | None:
-        """Return why the variant can't run here, or with graphs, or None if it can."""
+        """Return why the variant can't run on this machine or with graphs, or None if it can."""
         if self.shared and graphs is not None:
             return "shares prefixes, which --graphs excludes"
         if (self.varlen or self.liger) and not on_gpu:
@@ -52,14 +52,14 @@ VARIANTS = {
     "stock + FA2 + Liger": Variant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
     "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS),
     "fastpack, prompts shared": Variant(
-        "the same, each prompt run once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
+        "the same, but each prompt runs once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
     ),
     "fastpack packed": Variant("patched, fed the flattened batches", packed=True, patched=True),
     "fastpack collated": Variant(
-        "the same, lengths read in the collator, not from the device", packed=True, patched=True, collated=True
+        "the same, but lengths are read in the collator, not from the device", packed=True, patched=True, collated=True
     ),
     "fastpack fused loss": Variant(
-        "the same, the trainer's loss fused with the head", packed=True, patched=True, collated=True, fused=True
+        "the same, but the trainer's loss is fused with the head", packed=True, patched=True, collated=True, fused=True
     ),
 }
 """The variants by name; the others are compared with the first one."""

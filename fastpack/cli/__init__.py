@@ -1,4 +1,4 @@
-"""The subcommands of ``fastpack``, a module each with ``main(arguments) -> exit code``."""
+"""The subcommands of ``fastpack``; each is a module with ``main(arguments) -> exit code``."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def loading_errors() -> tuple[type[Exception], ...]:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """Return the dtype that a ``--dtype`` other than ``auto`` names.
+    """Return the dtype of a ``--dtype`` flag that is not ``auto``.
 
     Raises:
         UsageError: there is no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--dtype {name}: no such dtype; auto, float32, bfloat16 or float16")
+        raise UsageError(f"--dtype {name}: no such dtype; pass auto, float32, bfloat16 or float16")
     return dtype
 
 
@@ -57,14 +57,14 @@ READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 def require_there(name: str) -> None:
-    """Raise if a name can only be a path and nothing is there, before the hub is asked for it.
+    """Raise if a name can only be a path and there is no such file or folder, before the hub is asked for it.
 
     Raises:
         UsageError: the message has the path.
     """
     path = Path(name)
     if (name.startswith((".", "/", "~")) or path.suffix in READERS) and not path.expanduser().exists():
-        raise UsageError(f"{name}: there is nothing there; pass a file or folder that exists, or a name on the hub")
+        raise UsageError(f"{name}: there is no such file or folder; pass one that exists, or a name on the hub")
 
 
 def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:
@@ -85,22 +85,22 @@ def require_file(flag: str, name: str | Path | None, *, made: str | Path | None 
         raise UsageError(f"{flag} {name}: it is a folder; pass the name of a file.")
     if path.parent.is_dir():
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UsageError(f"{flag} {name}: it can't be written; pass a file that can.")
+            raise UsageError(f"{flag} {name}: it can't be written; pass a writable file.")
     elif made is None or path.parent != Path(made).absolute():
-        raise UsageError(f"{flag} {name}: there is no folder {path.parent}; pass a file in one that exists.")
+        raise UsageError(f"{flag} {name}: there is no folder {path.parent}; pass a file in a folder that exists.")
 
 
 def require_one_process(command: str) -> None:
     """Raise if a launcher started several processes, which would all do the same work.
 
     Raises:
-        UsageError: the message names the commands that train in many processes.
+        UsageError: the message names the commands that can run in several processes.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and processes != "1":
         raise UsageError(
             f"`fastpack {command}` runs in one process, but {processes} were started: call it without torchrun or "
-            "`accelerate launch` (`fastpack sft` and `fastpack dpo` train in many)."
+            "`accelerate launch` (`fastpack sft` and `fastpack dpo` can use several)."
         )
 
 
@@ -123,7 +123,7 @@ def require_picture(flag: str, name: str | Path | None) -> None:
 
 
 CPU_TRL = "1.16"
-"""The first TRL whose SFTTrainer runs on a CPU: before it, the loss is a Triton kernel."""
+"""The first TRL whose SFTTrainer runs on a CPU; in older versions, the loss is a Triton kernel."""
 
 
 def trl_trains_on_cpu() -> bool:
@@ -137,17 +137,17 @@ def require_trl_on_cpu(command: str) -> None:
     """Raise unless the installed TRL can train without a GPU.
 
     Raises:
-        UsageError: the message has the version that can.
+        UsageError: the message has the version that is needed.
     """
     if not trl_trains_on_cpu():
         raise UsageError(
-            f"`fastpack {command}` on a CPU needs TRL {CPU_TRL} or newer (before, its loss needs a GPU); installed is "
+            f"`fastpack {command}` on a CPU needs TRL {CPU_TRL} or newer (its older loss needs a GPU); installed is "
             f"{metadata.version('trl')}: pip install 'trl>={CPU_TRL}'"
         )
 
 
 def quiet() -> None:
-    """Silence library warnings that concern no user: unused kernels, and the libraries' own defaults."""
+    """Silence library warnings that users can't act on, about unused kernels and the libraries' own defaults."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # TRL sets this by default, and transformers 5.23 warns about it
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)

@@ -64,14 +64,14 @@ class OwnArguments:
     offload: str | None = field(
         default=None,
         metadata={
-            "help": "With gradient checkpointing: keep in host memory the layer inputs (checkpoints), or also what is "
-            "expensive to compute again (activations).",
+            "help": "With gradient checkpointing: keep the layer inputs in host memory (checkpoints), or also tensors "
+            "that are expensive to compute again (activations).",
             "choices": list(OFFLOADS),
         },
     )
     share_prefixes: str | None = field(
         default=None,
-        metadata={"help": "Run a prompt once that several sequences share.", "choices": ["auto"]},
+        metadata={"help": "Run a prompt only once if several sequences share it.", "choices": ["auto"]},
     )
     max_tokens: int | None = field(
         default=None,
@@ -89,8 +89,8 @@ class OwnArguments:
     too_long: str = field(
         default="error",
         metadata={
-            "help": "With --max_tokens: what to do with an example over the budget; truncate keeps its first tokens, "
-            "and --max_length cuts the sides of a pair.",
+            "help": "With --max_tokens: what to do with an example over the budget; truncate keeps its first tokens "
+            "(for pairs, set --max_length instead).",
             "choices": list(TOO_LONG),
         },
     )
@@ -102,7 +102,7 @@ class OwnArguments:
         },
     )
     patch: bool = field(
-        default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains the stock model, to compare."}
+        default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains the stock model to compare."}
     )
     json: str | None = field(default=None, metadata={"help": "File to write the logs of each step and the summary to."})
 
@@ -125,6 +125,7 @@ class ParsedArgs:
     Attributes:
         script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
             ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
+        ours: fastpack's own arguments.
         max_length: the requested length; ``training.max_length`` is None if the trainer refuses its own default.
     """
 
@@ -151,9 +152,10 @@ class Command:
         what: one sentence for the help text.
         formats: the accepted data formats, for the help text.
         flags: flags to show in the usage line.
-        columns: a function from the trainer's config to sets of columns, one of which a data set must have.
-        models: a function from the policy (a model, or where to load it) and the arguments to keyword arguments of the
-            trainer, beside or instead of the usual ones.
+        columns: a function that returns, for the trainer's config, the sets of columns of which a data set must have
+            one.
+        models: a function of the policy (a model, or where to load it from) and the arguments. It returns keyword
+            arguments of the trainer, which are added to the usual arguments or replace them.
     """
 
     name: str
@@ -166,7 +168,7 @@ class Command:
     models: Callable[[Any, ParsedArgs], dict[str, Any]] = lambda source, args: {}
 
 
-_IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics metrics: false."
+_IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics is metrics: false."
 
 
 class _Unset(int):
@@ -192,8 +194,8 @@ def parse(command: Command, arguments: Sequence[str]) -> ParsedArgs:
     args = ParsedArgs(script, training, model, mixture, ours, training.max_length)
     _check(command, args)
     training.resume_from_checkpoint = _checkpoint(training)
-    # TRL's SFT refuses max_length with padding_free unless packing cuts the rows, even its own default; DPO never packs
-    # and always cuts
+    # With padding_free, TRL's SFT refuses max_length, even its own default, unless packing cuts the rows. DPO never
+    # packs and always cuts.
     cuts = not training.padding_free or getattr(training, "packing", True)
     if isinstance(training.max_length, _Unset):
         training.max_length = int(training.max_length) if cuts else None
@@ -217,7 +219,7 @@ def _parser(command: Command) -> _Parser:
         output_dir=f"outputs/{command.name}",
         max_length=_Unset(parser.get_default("max_length")),
         dataloader_pin_memory=torch.accelerator.is_available(),
-        ddp_find_unused_parameters=False,  # every parameter has one; the search fails with reentrant checkpointing
+        ddp_find_unused_parameters=False,  # none are unused; the search fails with reentrant checkpointing
     )
     if not torch.accelerator.is_available():
         # TRL's default bfloat16 is refused on a CPU; and without use_cpu each process of torchrun trains alone
@@ -235,7 +237,7 @@ def _check(command: Command, args: ParsedArgs) -> None:
             "pass --data (or --dataset_name): a .jsonl file, a folder or a hub id; or a --config with `datasets`"
         )
     if script.dataset_name is not None and mixed:
-        raise UsageError(f"pass one of them: --data {script.dataset_name}, or the `datasets` of the --config")
+        raise UsageError(f"pass only one: --data {script.dataset_name}, or the `datasets` of the --config")
     PatchOptions(**{name: getattr(ours, name) for name in PATCH_OPTIONS}).check()
     changed = [name for name in (*PATCH_OPTIONS, *BUDGET) if getattr(ours, name) != getattr(OwnArguments(), name)]
     if changed and not ours.patch:

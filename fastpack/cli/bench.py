@@ -35,8 +35,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
     "--warmup": {"type": at_least(0), "help": "untimed steps before the timed ones (default: 3, with --graphs 5)"},
     "--lengths": {
-        "help": "'alpaca', a number of tokens, or a JSON file of lengths; for dpo 'chat', a number, or a JSON file of "
-        "[prompt, chosen, rejected], all in tokens; with --ops for ops over sequences",
+        "help": "'alpaca', a number of tokens, or a JSON file of lengths; for dpo, 'chat', a number, or a JSON file of "
+        "[prompt, chosen, rejected], all in tokens; with --ops, only for ops over packed sequences",
     },
     "--data": {"dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
     "--max-length": {"type": at_least(2), "help": "truncate rows to this many tokens"},
@@ -48,7 +48,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--checkpointing": {"action": "store_true", "help": "gradient checkpointing, in every variant"},
     "--trainer-waits": {
         "action": "store_true",
-        "help": "leave logging_nan_inf_filter and accelerator_config at their defaults, with which transformers' "
+        "help": "leave logging_nan_inf_filter and accelerator_config at their defaults, where transformers' "
         "trainer waits for the device in every step",
     },
     "--only": {
@@ -91,14 +91,14 @@ PARSER = make_parser("bench", WHAT, FLAGS, GROUPS)
 
 
 def check_together(args: argparse.Namespace) -> None:
-    """Raise if a flag was changed that this run does not read.
+    """Raise if the user changed a flag that this run does not read.
 
     Raises:
         UsageError: training flags came with ``--ops``, or ``--tokens`` without it.
     """
     if args.ops is None:
         if args.tokens is not None:
-            raise UsageError("--tokens is the sweep of --ops: pass --ops too, or set --rows and --lengths to train.")
+            raise UsageError("--tokens sets the sweep of --ops: pass --ops too, or set --rows and --lengths to train.")
         return
     changed = [name for name, value in vars(args).items() if value != PARSER.get_default(name)]
     if others := [f"--{name.replace('_', '-')}" for name in changed if name not in OF_OPS]:
@@ -117,13 +117,13 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
         (dpo and plain, "--loop plain is for --trainer sft: only TRL's DPOTrainer has the DPO loss."),
         (
             args.loss and not plain,
-            "--loss is for --loop plain: TRL's trainers bring a loss of their own; in 'fastpack fused loss' the "
-            "SFTTrainer has ours.",
+            "--loss is for --loop plain: TRL's trainers have their own loss; the variant 'fastpack fused "
+            "loss' gives the SFTTrainer ours.",
         ),
         (args.trainer_waits and plain, "--trainer-waits is for --loop trl: a plain loop has no trainer."),
         (
             args.offload and not args.checkpointing,
-            "--offload is for what is checkpointed: pass --checkpointing too.",
+            "--offload is for checkpointed layers: pass --checkpointing too.",
         ),
         (args.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
         (args.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
@@ -141,7 +141,7 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
 
 
 def check(settings: RunSettings, *, on_gpu: bool) -> None:
-    """Raise now what would fail in every variant's process.
+    """Raise now for settings that would fail in every variant's process.
 
     Raises:
         UsageError: the lengths can't be read.

@@ -1,4 +1,4 @@
-"""``fastpack doctor``: what is installed, whether it was tried and is recent enough, and what this machine can use."""
+"""``fastpack doctor``: show which versions are installed, tried or too old, and what this machine can use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""The attention heads that backends are asked about: those of a Llama of 8 B."""
+"""The attention heads for which backends are checked: those of an 8 B Llama."""
 
 AMPERE = "a GPU from Ampere on, fp16 or bf16"
 LIMITS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -53,8 +53,8 @@ LIMITS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "mem_efficient": ("any GPU, also a T4: fp16, fp32; from Ampere on, bf16", ("dropout",), "comes with torch"),
     "flex": ("a GPU from Ampere on, compiled", ("softcap", "sinks"), "comes with torch"),
     "triton_packed": (
-        "a GPU from Ampere on; on Hopper auto takes it first for head sizes 64 to 128, but flash-attn 3 or 4 "
-        "where most tokens are in sequences of 768 and more",
+        "a GPU from Ampere on; on Hopper, auto prefers it for head sizes 64 to 128, but takes flash-attn 3 or 4 "
+        "if most tokens are in sequences of 768 or more",
         ("softcap", "sinks"),
         "pip install triton",
     ),
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return versions, devices, backends, and for each device and dtype why a backend can't serve, or None."""
+    """Return versions, devices and backends; for each device and dtype, why a backend can't serve, or None."""
     devices = _devices()
     return {
         "fastpack": fastpack.__version__,
@@ -126,7 +126,7 @@ def _devices() -> dict[torch.device, str]:
 
 
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
-    """Return by backend and dtype why a backend can't serve, or None if it can."""
+    """Return, by backend and dtype, why the backend can't serve on this device, or None if it can."""
     shapes = {
         name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, Visibility())
         for name in DTYPES
@@ -156,7 +156,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
     if old := _too_old(findings):
         console.print(f"[red]too old:[/red] {install_command(*old)}", soft_wrap=True)
     table = _table(
-        "Attention backends, in the order in which attention='auto' asks", "backend", "serves", "install", "needs"
+        "Attention backends, in the order in which attention='auto' tries them", "backend", "serves", "install", "needs"
     )
     for name, limits in findings["attention"]["backends"].items():
         table.add_row(name, ", ".join(("windows", *limits["serves"])), escape(limits["install"]), limits["needs"])

@@ -21,11 +21,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
-    """Return policy and reference where TRL would not build them right.
+    """Return the policy or the reference for the trainer, if TRL itself would not build it right.
 
-    TRL loads the reference from the policy's checkpoint. Random weights have none, so a copy of the model is passed.
-    With adapters the reference is the policy without them, and precomputed log-probabilities need no reference. Those
-    are computed while the trainer is built, so the policy has to be patched before.
+    TRL loads the reference from the policy's checkpoint. Random weights have no checkpoint, so a copy of the model is
+    passed. With adapters, the reference is the policy without adapters. With precomputed log-probabilities, the trainer
+    needs no reference; they are computed while it is built, so the policy has to be patched before.
     """
     training = args.training
     if training.precompute_ref_log_probs and args.ours.patch:
@@ -41,7 +41,7 @@ def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
 
 
 def _sharded(training: Any) -> bool:
-    """Return whether TRL shards the reference while it builds its trainer: then it has to be patched before."""
+    """Return whether TRL shards the reference while it builds the trainer; if so, the reference is patched before."""
     flags = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
     return bool(training.fsdp or training.deepspeed or "true" in flags)
 
@@ -62,7 +62,7 @@ DPO = Command(
     trainer="DPOTrainer",
     config="DPOConfig",
     what="Train on preferences with TRL's DPOTrainer, padding-free.",
-    formats="prompt, chosen and rejected, as texts or as messages; the prompt may also be the beginning of both",
+    formats="prompt, chosen and rejected, as texts or as messages; the prompt may also be the start of both answers",
     flags="[--loss_type sigmoid] ",
     columns=lambda training: ({"chosen", "rejected"},),
     models=_models,

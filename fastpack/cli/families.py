@@ -1,4 +1,4 @@
-"""``fastpack families``: the covered families and their tiers, the results of a sweep, and the lock file of sources."""
+"""``fastpack families``: show the covered families or the results of a sweep, and update the lock file."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--lock",
         action="store_true",
-        help="with --from: enter the proved classes of the installed transformers in the lock file",
+        help="with --from: add the proved classes of the installed transformers to the lock file",
     )
     args = parser.parse_args(arguments)
     rows = family_rows()
     if args.run is None and args.lock:
-        raise UsageError("--lock enters what a sweep proved: pass its results with --from RUN.json")
+        raise UsageError("--lock adds the classes that a sweep proved: pass the sweep's results with --from RUN.json")
     if args.lock:
         _update_lock_file(_read_run(args.run), LOCK)
     elif args.run is not None:
@@ -89,14 +89,14 @@ def family_rows() -> list[dict[str, str]]:
 
 
 def _tier(family: Family) -> str:
-    """Return a family's tier without optional kernels: a mixer that is only a convolution runs packed everywhere."""
+    """Return a family's tier without optional kernels; mixers that are only a convolution run packed everywhere."""
     return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
     """Return the rows as a Markdown table with one line for each tier."""
     lines = ["| tier | what runs | families |", "|---|---|---|"]
-    for tier in dict.fromkeys([*WORDS, *(row["tier"] for row in rows)]):  # a run of another version may name others
+    for tier in dict.fromkeys([*WORDS, *(row["tier"] for row in rows)]):  # old sweeps may have other tiers
         names = [f"`{row['model_type']}`" for row in rows if row["tier"] == tier]
         if names:
             lines.append(f"| **{tier}** ({len(names)}) | {WORDS.get(tier, '')} | {', '.join(names)} |")
@@ -114,10 +114,10 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
     recurrent = sorted(name for name, kinds in scans.items() if kinds - {"conv"} and None not in kinds)
     console.print(
-        f"{', '.join(recurrent)}: varlen too on a GPU where flash-linear-attention or mamba-ssm is installed, whose "
-        "kernels run the recurrence packed."
+        f"{', '.join(recurrent)}: varlen too on a GPU if flash-linear-attention or mamba-ssm is installed, since "
+        "their kernels run the recurrence packed."
     )
-    console.print("fastpack verify MODEL says which tier a model gets here, and proves it.")
+    console.print("fastpack verify MODEL shows the tier that a model gets here, and proves the model exact.")
 
 
 def _read_run(run: Path) -> Record:
@@ -137,7 +137,7 @@ def _read_run(run: Path) -> Record:
 
 
 def _update_lock_file(record: Record, lock_file: Path) -> None:
-    """Enter the classes of the families that a sweep proved in the lock file.
+    """Add the classes of the families that a sweep proved to the lock file.
 
     Raises:
         UsageError: the sweep ran with another release of transformers than the installed one.
@@ -158,7 +158,7 @@ def _update_lock_file(record: Record, lock_file: Path) -> None:
 
 
 def _not_in_both(record: Record) -> list[str]:
-    """Return the names that only the sweep, or only transformers' causal-LM mapping here, has."""
+    """Return the names that are only in the sweep, or only in the installed transformers' causal-LM mapping."""
     return sorted({row.family for row in record.rows} ^ set(tiny.model_types()))
 
 
@@ -179,7 +179,7 @@ def proved(record: Record) -> str:
     tiers = exact_families(record)
     exact = [row for row in record.rows if row.kinds and row.family in tiers]
     if not exact:
-        raise ValueError("no family was proved exact in it")
+        raise ValueError("it proved no family exact")
     kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
     errors = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
@@ -190,7 +190,7 @@ def proved(record: Record) -> str:
         else f"{total} names in transformers' causal-LM mapping"
     )
     summary = (
-        f"{len(tiers)} of {names} give the logits and every gradient of each sequence alone, off by {errors} at most "
+        f"{len(tiers)} of {names} give the same logits and gradients as each sequence alone, within {errors} "
         f"(allowed are 1e-5, or 1.5 times the stock model's own error if that is more). The inputs were "
         f"{', '.join(kinds)}; the models were in training mode, with `use_cache` at its default. Each model was built "
         f"tiny from its own config, in its own process, on {record.made_with}."
@@ -207,15 +207,15 @@ def proved(record: Record) -> str:
 def sources_of(model_type: str) -> dict[str, str]:
     """Return the hashes of the classes of a family's tiny model, for the lock file.
 
-    These are the classes whose specs are proved or match now, and those that mix tokens in their stock forward. A
+    These are the classes whose specs are proved or match now, and the classes whose stock forward mixes tokens. A
     packed mixer's hash is only returned if it is in the lock file already.
 
     Warns:
-        FastpackWarning: a class does not compute its spec; it is left out.
+        FastpackWarning: a class does not compute what its spec says; the class is left out.
     """
     parts = find_parts(tiny.build_tiny(model_type))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntriedVersionWarning)  # this run tries them
+        warnings.simplefilter("ignore", UntriedVersionWarning)  # this run tries those versions
         recognised = settle(recognise(parts), match_by_twin, head=True)
     family, specs = recognised.family, recognised.specs
     modules = [*recognised.backbone.modules(), *([] if parts.head is None else [parts.head])]

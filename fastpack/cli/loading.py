@@ -1,4 +1,4 @@
-"""Tokenizer, data and model of the commands that train, from local files as well as from the hub."""
+"""Load the tokenizer, data and model of the training commands, from local files or from the hub."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
     for split in names:
         if split not in splits:
             raise UsageError(
-                f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}: choose with "
-                "--dataset_train_split, and --dataset_test_split where --eval_strategy is set"
+                f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}: choose one with "
+                "--dataset_train_split (and with --dataset_test_split if --eval_strategy is set)"
             )
     _check_columns(splits[names[0]], name, command, args.training)
     return splits[names[0]], splits[names[1]] if len(names) > 1 else None
 
 
 def _splits(script: Any) -> Any:
-    """Return the data set of ``--data``: its splits, or a single one."""
+    """Return the data set of ``--data``: its splits, or a single split."""
     name, path, stream = script.dataset_name, Path(script.dataset_name), script.dataset_streaming
     require_there(name)
     if path.is_file():
@@ -95,6 +95,6 @@ def random_model(source: str, args: ParsedArgs) -> Any:
     if requested.attn_implementation is not None:
         settings["attn_implementation"] = requested.attn_implementation
     set_seed(args.training.seed)
-    # initialised on the training device: a second for a large model, where the host takes minutes
+    # initialise on the training device: for a large model this takes a second, and minutes on the host
     with args.training.device:
         return AutoModelForCausalLM.from_config(config, **settings)

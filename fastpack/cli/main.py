@@ -1,6 +1,7 @@
 """The ``fastpack`` command: run a subcommand, and print its errors on one line.
 
-Each subcommand is a module of :mod:`fastpack.cli`. It is imported only when it is called and its packages are there.
+Each subcommand is a module of :mod:`fastpack.cli`. It is imported only when it is called and its packages are
+installed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from fastpack.cli import quiet, require
 COMMANDS = {
     "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
     "dpo": "train on preferences with TRL's DPOTrainer, padding-free (every DPOConfig flag works)",
-    "demo": "train a tiny model stock, then patched, and compare them; needs no network",
+    "demo": "train a tiny model stock, then patched, and compare the runs; needs no network",
     "bench": "compare time, memory and losses of stock and patched training",
     "verify": "prove on a model that sequences don't see each other",
-    "smoke": "build architectures tiny, prove them exact and train them",
+    "smoke": "build tiny models of many architectures, prove them exact and train them",
     "doctor": "show what is installed, and which attention backends work here",
     "families": "list the model families that are covered",
 }
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fastpack {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `fastpack COMMAND --help`")
     args = parser.parse_args(arguments)
     quiet()

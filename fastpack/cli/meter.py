@@ -27,7 +27,7 @@ class Summary:
 def read_steps(metrics: MetricsCallback) -> list[dict[str, Any]]:
     """Return the tokens, slots and seconds of each logged step (means since the last log), and its loss.
 
-    Tokens and slots are summed over all ranks. The loss is None at a last step that was not logged.
+    Tokens and slots are summed over all ranks. If the last step was not logged, its loss is None.
     """
     return [
         {
@@ -42,7 +42,7 @@ def read_steps(metrics: MetricsCallback) -> list[dict[str, Any]]:
 
 
 def summarize(trainer: Any, metrics: MetricsCallback) -> Summary:
-    """Summarise all steps. The first logged entry is warm-up, left out of the speed if there are more."""
+    """Summarise all steps; the first log entry is warm-up, and counts in the speed only if it is the only entry."""
     timed = metrics.history[1:] or metrics.history
     seconds = sum(each["steps"] * each["step_seconds"] for each in timed)
     losses = [each["loss"] for each in metrics.history if "loss" in each]
@@ -66,12 +66,12 @@ WASTE = 0.2
 
 
 def hint(summary: Summary, *, patched: bool, head_too: bool) -> str | None:
-    """Return one line about the flag that avoids padding, or None if there is little, or no flag would.
+    """Return a line about the flag that avoids padding, or None if there is little padding or no such flag.
 
     Args:
         summary: the run's summary.
         patched: whether the backbone skipped padding.
-        head_too: whether the loss head skipped it too, as far as a flag can make it.
+        head_too: whether the loss head skipped padding too, or no flag could make it do so.
     """
     if summary.padding_share <= WASTE or (patched and head_too):
         return None
@@ -80,6 +80,6 @@ def hint(summary: Summary, *, patched: bool, head_too: bool) -> str | None:
     if not patched:
         return f"{share}, and every layer worked on them; without --no_patch the backbone skips them."
     return (
-        f"{share}: the patched backbone skipped them, the loss head was still given them; --padding_free leaves them "
-        "out there too, --packing also fills each step."
+        f"{share}: the patched backbone skipped them, but the loss head did not; with --padding_free the head skips "
+        "them too, and --packing also fills each step."
     )

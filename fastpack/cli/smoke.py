@@ -1,4 +1,4 @@
-"""``fastpack smoke``: build architectures tiny, prove and train each, and print a table."""
+"""``fastpack smoke``: build tiny models of many architectures, prove and train each, and print a table."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _MOST_USED = """
 """
 
 MOST_USED: tuple[str, ...] = tuple(_MOST_USED.split())
-"""The families that people fine-tune most, and some more: the default."""
+"""The default families: those that are fine-tuned most, and some more."""
 
-WHAT = """Build many architectures tiny, patch them, prove them exact, and train three steps.
+WHAT = """Build tiny models of many architectures, patch them, prove them exact, and train them for three steps.
 
-Modes: exact (every kind of input against each sequence alone), verify (only fastpack.verify, whose bound is the
+Modes: exact (compare every kind of input with each sequence alone), verify (only fastpack.verify, whose bound is the
 model's own rounding), and training with TRL: plain, lora and packed."""
 FLAGS: dict[str, dict[str, Any]] = {
-    "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: those that people use most"},
+    "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: the families that are used most"},
     "--all": {"action": "store_true", "help": "every family of transformers' causal-LM mapping"},
     "--tier": {"choices": TIERS, "help": "with --all: only the families of this tier"},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(USUAL)},
@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> None:
     """
     require_file("--json", args.json)
     if args.families and args.all:
-        raise UsageError(f"--all is every family, and {', '.join(args.families)} only some: leave one of them out.")
+        raise UsageError(f"--all runs every family: leave out either --all or {', '.join(args.families)}.")
     if args.tier is not None and not args.all:
         raise UsageError(f"--tier {args.tier} chooses among all families: pass --all with it.")
     for name in args.families:

@@ -93,7 +93,7 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
     ids, rows = len(tokenizer), trainer.model.get_input_embeddings().weight.shape[0]
     if ids > rows:
         raise UsageError(
-            f"the tokenizer has {ids:,} ids, the model embeds {rows:,}: use the model's own tokenizer"
+            f"the tokenizer has {ids:,} ids, but the model embeds {rows:,}: use the model's own tokenizer"
             + (", or set vocab_size in the config of --random_init" if ours.random_init else "")
         )
     return trainer

@@ -16,7 +16,7 @@ from fastpack.cli import UsageError, loading_errors, read_dtype, require_there
 from fastpack.cli.flags import make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS, use_triton
 
-WHAT = """Patch a model, and compare it with itself on each sequence alone.
+WHAT = """Patch a model, and compare its results for a batch with its results for each sequence alone.
 
 Exit codes: 0 exact, 1 not exact, 3 undecidable in this dtype."""
 FLAGS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""A tokenizer for rows that are token ids already."""
+"""A tokenizer for trainers whose rows are token ids already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tokenizer_of_ids() -> Any:
-    """Return a tokenizer for trainers that require one although rows are token ids already."""
+    """Return a tokenizer for trainers that require one, although their rows are token ids already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -29,8 +29,8 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
 
     Args:
         families: the families' names.
-        task: the work on each of them.
-        jobs: the number of processes at a time.
+        task: the work on each family.
+        jobs: the number of processes that run at the same time.
         timeout: the seconds for each family.
     """
     context, stopped = _context(task), threading.Event()
@@ -38,7 +38,7 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
         one = functools.partial(_in_a_process, task, context, timeout, Path(folder), stopped)
         try:
             yield from pool.map(one, families)
-        except (KeyboardInterrupt, GeneratorExit):  # otherwise the waiting families would run first
+        except (KeyboardInterrupt, GeneratorExit):  # otherwise the queued families would run first
             pool.shutdown(wait=False, cancel_futures=True)
             stopped.set()
             for process in context.active_children():
@@ -47,9 +47,10 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
 
 
 def _context(task: Task) -> Any:
-    """Return the way to start processes: forked from one that has imported everything, which saves each nine seconds.
+    """Return the context that starts processes, forked from one that has imported everything (saves nine seconds each).
 
-    On a GPU they start anew, since libraries talk to the driver while they are imported, and a fork breaks that.
+    On a GPU, processes are spawned instead: libraries talk to the driver while they are imported, and a fork breaks
+    that.
     """
     if task.setting.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -64,7 +65,7 @@ def _in_a_process(
     sent, log = folder / f"{family}.rows", folder / family
     process = context.Process(target=work, args=(family, task, sent, log), daemon=True)
     process.start()
-    if stopped.is_set():  # stopped during its start, so nobody killed it
+    if stopped.is_set():  # stopped during the start, when it could not be killed yet
         process.kill()
     process.join(timeout)
     late = process.is_alive()
@@ -78,19 +79,19 @@ def _in_a_process(
     if None not in whole:  # exit code 0 is not enough: rows may be missing unless null ends the file
         problem = f"not done after {timeout:g} s" if late else _last_line(log, process.exitcode or 0)
     elif missing:
-        problem = "its process ended without a row for it"
+        problem = "its process ended without these rows"
     else:
         return rows
     return [*rows, Row(family, ", ".join(missing) or rows[-1].mode, problem=problem)]
 
 
 def _last_line(log: Path, exitcode: int) -> str:
-    """Return a process's last line of output, and the signal that ended it, or that it ended without an error."""
+    """Return a process's last line of output, with the signal that ended it or a note on exit code 0."""
     printed = log.read_text(errors="replace") if log.exists() else ""
     lines = [line for line in printed.splitlines() if line.strip()] or ["no output"]
     if exitcode < 0:
         fatal = [line for line in lines if line.startswith("Fatal Python error")]
         return f"ended by signal {-exitcode}: {(fatal or lines)[-1][:300]}"
     if exitcode == 0:
-        return f"its process ended before it had sent all rows, with exit code 0: {lines[-1][:300]}"
+        return f"its process ended with exit code 0 before it had sent all rows: {lines[-1][:300]}"
     return lines[-1][:300]

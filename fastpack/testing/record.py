@@ -27,7 +27,7 @@ class Setting:
     """The device, dtype and head size of tiny models: float32 on a CPU; bfloat16 and real head sizes on a GPU.
 
     Attributes:
-        dtype: name of a dtype of torch; head_dim: a multiple of 16.
+        dtype: the name of a torch dtype; head_dim: a multiple of 16.
     """
 
     device: str = "cpu"
@@ -36,13 +36,13 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
-        """Return the setting for this machine; None stands for the default of its device."""
+        """Return the setting for this machine; an argument of None stands for the machine's default."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device != "cpu"
         return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
 
     def build(self, model_type: str, dtype: torch.dtype | None = None) -> Any:
-        """Return a family's model in training mode: in evaluation mode some models write states in place.
+        """Return a family's model in training mode; in evaluation mode some models write states in place.
 
         Args:
             model_type: the family.
@@ -65,15 +65,15 @@ class Row:
 
     Attributes:
         family, mode: the family and the mode.
-        tier, backend, dtype: those of the patched model; empty if it was not patched, or nothing attends.
-        error: in mode ``exact`` the largest relative error of all inputs against each sequence alone; in other modes
-            the error of :func:`fastpack.verify` that is nearest to its bound.
+        tier, backend, dtype: the patched model's; empty if the model was not patched, or has no attention.
+        error: in mode ``exact``, the largest relative error of all inputs, compared with each sequence alone; in other
+            modes, the error of :func:`fastpack.verify` that is nearest to its bound.
         bound: the largest allowed ``error``.
         kinds: in mode ``exact``, the error of each kind of input.
         loss: the largest relative difference of three losses from those of the stock model on padded batches.
-        speed: the stock model's step time on padded batches over the patched one's, without the first step.
-        refused: why the family, or this precision of it, is refused; else None.
-        left_out: why the mode was left out, since the stock model can't be trained so; else None.
+        speed: the stock model's step time on padded batches divided by the patched model's, without the first step.
+        refused: why the family is refused, at all or in this precision; else None.
+        left_out: why the mode was left out: the error of training the stock model in this mode; else None.
         problem: why the row failed, or None.
     """
 
@@ -95,7 +95,7 @@ class Row:
     def of(
         cls, family: str, mode: str, setting: Setting, model: Any, verification: Verification | None, **more: Any
     ) -> Row:
-        """Return the row of a patched model and its verification: None where verify can't tell its tokens."""
+        """Return the row of a patched model and its verification (None if verify can't tell the model's tokens)."""
         report = fastpack.report(model)
         if verification is not None:
             more = {
@@ -121,7 +121,8 @@ class Record:
     """The record of one run.
 
     Attributes:
-        date: ISO, of the day; versions: of the packages, fastpack and Python; setting: device, precision and heads.
+        date: the day, in ISO format; versions: of fastpack, Python and the packages; setting: device, precision and
+            head size.
         seconds: the run's duration; absent: families that this release of transformers does not have.
     """
 

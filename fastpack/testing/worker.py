@@ -42,10 +42,11 @@ LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)
 LOSS_BOUND, HALF_LOSS_BOUND = 1e-4, 3e-2
 
 NOT_AS_PADDED = ("big_bird", "cpmant")
-"""Models whose stock logits of a padded sequence differ from those of the sequence alone, which patching gives."""
+"""Models whose stock logits of a padded sequence differ from those of the sequence alone. A patched model gives the
+logits of the sequence alone."""
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 NOT_FOR_LORA = ("out_proj", "conv1d")
-"""Modules of these models that PEFT must not wrap, since fused kernels read their weights."""
+"""Modules of :data:`MAMBAS` that PEFT must not wrap, since fused kernels read their weights."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Task:
 
     Attributes:
         modes: some of :data:`MODES`.
-        backends: ``each`` that can serve, ``auto``, or the name of one.
+        backends: ``each`` (every backend that can serve), ``auto``, or the name of a backend.
         setting: the device, dtype and head size.
     """
 
@@ -74,13 +75,13 @@ def work(family: str, task: Task, sent: Path, log: Path) -> None:
     faulthandler.enable(2)
     warnings.simplefilter("ignore")
     if task.setting.device == "cpu":
-        torch.set_num_threads(1)  # tensors are so small that more threads only wait
+        torch.set_num_threads(1)  # more threads would only wait, as tensors are small
     else:
         torch.backends.cudnn.allow_tf32 = False  # TF32 convolutions would exceed 1e-4
     with sent.open("w") as lines:
         for row in rows(family, task):
             print(json.dumps(asdict(row)), file=lines, flush=True)
-        print("null", file=lines)  # the end: an error of a library while the interpreter exits is no family's fault
+        print("null", file=lines)  # the end: errors of libraries while the interpreter exits are not the family's
 
 
 def rows(family: str, task: Task) -> Iterator[Row]:
@@ -108,7 +109,7 @@ def rows(family: str, task: Task) -> Iterator[Row]:
 
 
 def oracle_of(family: str, setting: Setting) -> Oracle:
-    """Return the oracle of a family's tiny model: its results for each sequence alone, with expert choices fixed.
+    """Return the oracle of a family's tiny model: its results for each sequence alone, with fixed choices of experts.
 
     All errors of building or running the stock model in float32 may be raised.
     """
@@ -140,7 +141,7 @@ def _proved(
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:
-    """Return the backends that serve every layer, or the requested one; ``auto`` if layers differ or none attends."""
+    """Return the requested backend, or the backends that serve every layer (with ``auto`` if layers differ)."""
     if which != EACH:
         return [which]
     model = setting.build(family)
@@ -157,12 +158,12 @@ def _backends(family: str, which: str, setting: Setting) -> list[str]:
 
 
 def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each of ``plain``, ``lora`` and ``packed`` among the modes, and for each backend.
+    """Yield a row for each training mode (``plain``, ``lora``, ``packed``) in ``modes`` and each backend.
 
     If TRL can't train the stock model either, the mode has one row that says so.
     """
     bound = LOSS_BOUND if setting.dtype == "float32" else HALF_LOSS_BOUND
-    # keyed by LoRA or not: the stock model gets padded batches in both
+    # keyed by whether LoRA is on; the stock model always gets padded batches
     stock: dict[bool, tuple[list[float], float] | str] = {}
     for mode in modes:
         lora = mode == "lora"
@@ -189,15 +190,16 @@ def _stock(family: str, lora: bool, setting: Setting) -> tuple[list[float], floa
     """Return the stock model's losses on padded batches, or why there are none."""
     try:
         return _train(_prepare(setting.build(family), lora), packed=False)
-    except Exception as error:  # noqa: BLE001 - fastpack does not run here, and other code may raise anything
-        return f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}"
+    except Exception as error:  # noqa: BLE001 - fastpack does not run here, and other libraries may raise anything
+        return f"the stock model can't be trained in this mode: {type(error).__name__}: {str(error)[:200]}"
 
 
 def _off(losses: Sequence[float], stock: Sequence[float], *, packed: bool) -> float:
     """Return the largest relative difference of losses.
 
-    A loss is divided by the number of labels in the batch, and TRL's packed batches have one label less a sequence than
-    its padded ones. That shows in some models (GPT-2), stock ones too; for most, TRL computes the loss itself.
+    A loss is divided by the number of labels in the batch, and TRL's packed batches have one label less for each
+    sequence than its padded batches. This changes the loss of some models (GPT-2), also stock; for most models, TRL
+    computes the loss itself.
     """
     tokens = [sum(LENGTHS[at : at + BATCH]) for at in range(0, BATCH * STEPS, BATCH)]
     rescaled = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
@@ -271,7 +273,7 @@ def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
 
 
 def _without_balance(config: Any) -> dict[str, Any]:
-    """Return TRL settings that turn its balancing loss off for a config without the ``num_experts`` that it reads."""
+    """Return settings that turn off TRL's balancing loss if the config lacks ``num_experts``, which TRL reads."""
     text = config.get_text_config()
     balanced = hasattr(text, "output_router_logits") and not hasattr(text, "num_experts")
     return {"router_aux_loss_coef": 0.0} if balanced else {}

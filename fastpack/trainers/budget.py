@@ -1,4 +1,4 @@
-"""Token budgets, ``fastpack.patch(trainer, max_tokens=...)``: check, set up on one trainer instance, and remove."""
+"""Check, set up and remove the token budget of one trainer: ``fastpack.patch(trainer, max_tokens=...)``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class BudgetState:
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
     def start(self, trainer: TrainerLike) -> TokenBudgetSampler:
-        """Return the sampler of a run that begins now, with the same number of micro-batches in each epoch."""
+        """Make the sampler of a new run, with the same number of micro-batches in each epoch, and return it."""
         assert self.sampler is not None
         lengths = self.sampler.lengths
         if trainer.train_dataset is not self.dataset:  # with the old data set's lengths, examples would be lost
             lengths, self.dataset = _lengths(trainer), trainer.train_dataset
-        # A new sampler, since an earlier run evened out another number of epochs. Each run with the same settings gets
-        # the same batches, so a checkpoint fits any of them.
+        # Make a new sampler: the old one was evened out for an earlier run's number of epochs. Runs with the same
+        # settings get the same batches, so a checkpoint of one run fits the others.
         self.sampler = sampler = loader.make_sampler(lengths, self.budget, trainer.args)
         sampler.even_out(loader.count_epochs(trainer.args, len(sampler)))
         return sampler
@@ -60,39 +60,41 @@ class BudgetState:
         most = f"max_tokens={self.budget.max_tokens:,}"
         if self.sampler is not None:
             plan = self.sampler.plan
-            unused = "; dataloader_drop_last drops none: each example comes once an epoch" if self.drop_last else ""
+            unused = "; dataloader_drop_last drops no batch: an epoch has each example once" if self.drop_last else ""
             where = f"on each of {self.sampler.ranks} ranks, " if self.sampler.ranks > 1 else ""
             micro_batches = counted(plan.micro_batches, "micro-batch", "es")
             return f"{most}: {micro_batches} an epoch {where}{plan.fill:.1%} full{unused}"
         batches, pieces = self.weights.batches, self.weights.pieces
         ran = f"; {counted(batches, 'batch', 'es')} ran in {counted(pieces, 'piece')}" if batches else ""
-        return f"{most}: batches over it are split inside the step{ran}"
+        return f"{most}: larger batches are split inside the step{ran}"
 
 
 def budget_of(target: object) -> BudgetState | None:
-    """Return the token budget in force on a trainer, or None."""
+    """Return the token budget that is set up on a trainer, or None."""
     return trainer_record(target, BUDGET)
 
 
 def plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
-    """Check everything that a budget needs, and return a function that sets it up or removes it, and can't fail.
+    """Check a token budget, and return a function that sets it up or removes it.
+
+    Everything is checked beforehand, so the returned function can't fail.
 
     Args:
         target: the trainer.
-        max_tokens: the budget, or None to remove the one in force.
-        anew: whether to set the budget up even if the same one is in force. The caller does so after replacing the loss
-            that the budget wraps.
+        max_tokens: the budget, or None to remove the current one.
+        anew: whether to set the budget up even if the same budget is already set up. The caller does so after replacing
+            the loss that the budget wraps.
 
     Raises:
         PatchError: the target is not a trainer, or its batches can't follow a budget; the message says why.
-        PackingError: the data set's lengths can't be known, or an example is over the budget.
+        PackingError: the lengths of the data set's examples can't be read, or an example is over the budget.
     """
     state = budget_of(target)
     if max_tokens is None:
         return functools.partial(remove_budget, target)
     budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     if type(budget.max_tokens) is not int or budget.max_tokens < 1:
-        raise PatchError(f"max_tokens={budget.max_tokens!r}; pass an int from 1 on, the tokens of a micro-batch.")
+        raise PatchError(f"max_tokens={budget.max_tokens!r}; pass the tokens of a micro-batch, an int of at least 1.")
     if type(budget.same_steps) is not bool:
         raise PatchError(f"same_steps={budget.same_steps!r}; pass True or False.")
     if budget.too_long not in TOO_LONG:
@@ -102,7 +104,7 @@ def plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool
     loss_unit = _checked_loss_unit(target, budget)
     dataset = getattr(target, "train_dataset", None)
     unknown = not loss_unit.planned or (budget.same_steps and isinstance(dataset, torch.utils.data.IterableDataset))
-    # made even if it is not used below: it raises if an example is over the budget
+    # made even if it is not used below: making it raises if an example is over the budget
     sampler = None if unknown else loader.make_sampler(_lengths(target), budget, target.args)
     splitting = budget.same_steps or not loss_unit.planned
     weights = step_weights.StepWeights(
@@ -129,7 +131,7 @@ def _checked_loss_unit(trainer: TrainerLike, budget: TokenBudget) -> LossUnit:
     if loss_unit is None:
         raise PatchError(
             f"max_tokens={budget.max_tokens} needs a trainer that is already built, not a {type(trainer).__name__}: "
-            "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For a loop of your own see "
+            "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For your own loop, see "
             "fastpack.data.sampler.TokenBudgetSampler."
         )
     why = next(_reasons(trainer, loss_unit, budget), None)
@@ -148,8 +150,8 @@ def _reasons(trainer: TrainerLike, loss_unit: LossUnit, budget: TokenBudget) -> 
     flattening = type(stock_collator(getattr(trainer, "data_collator", None)))
     if splitting and any(base.__name__ == "DataCollatorWithFlattening" for base in flattening.__mro__):
         yield (
-            f"{flattening.__name__} makes one row of a batch, and only rows can be split; pass a collator that pads (a "
-            "patched model runs without padding all the same), or leave same_steps out"
+            f"{flattening.__name__} joins a batch into one row, and a batch can only be split between rows; pass a "
+            "collator that pads (a patched model runs without padding anyway), or leave same_steps out"
         )
     if splitting and getattr(trainer, "is_deepspeed_enabled", False):
         yield "DeepSpeed counts every backward as a micro-batch, so a micro-batch can't be split"
@@ -157,42 +159,42 @@ def _reasons(trainer: TrainerLike, loss_unit: LossUnit, budget: TokenBudget) -> 
     if balances and label_count_for(trainer, loss_unit) == "its own labels":
         # whether TRL divides the auxiliary loss by the micro-batches of the step depends on the same setting
         yield (
-            "its loss is its user's own, and includes the auxiliary loss of experts: set loss_is_scaled_for_ga on the "
-            "trainer, to True if the loss is divided by num_items_in_batch, or to False if it is a mean over a "
+            "its custom loss includes the auxiliary loss of experts: set loss_is_scaled_for_ga on the "
+            "trainer to True if the loss is divided by num_items_in_batch, or to False if it is a mean over a "
             "micro-batch; or set router_aux_loss_coef=0.0"
         )
     if not loss_unit.planned and budget.same_steps:
         yield "its batches are generated, so it always keeps its own steps; leave same_steps out"
     parallel = {axis: size for axis in ("tp", "cp", "sp") if (size := _parallel(trainer, axis)) > 1}
     if parallel:
-        yield f"ranks share a batch here ({parallel}), and each would plan its own"
+        yield f"ranks share a batch here ({parallel}), but each rank would plan its own batches"
     if getattr(accelerator, "split_batches", False) or accelerator.dispatch_batches:
         yield "split_batches and dispatch_batches of accelerator_config divide batches among ranks in another way"
     uneven = not getattr(accelerator, "even_batches", True) and not args.dataloader_drop_last
     if splitting and uneven and accelerator.num_processes > 1:
         yield (
             "even_batches=False of accelerator_config gives ranks different numbers of batches, so a rank would wait "
-            "for ever for one that has no batch left; leave it out, or pass dataloader_drop_last=True"
+            "for ever for a rank that has no batch left; leave it out, or pass dataloader_drop_last=True"
         )
     if not splitting and (order := _order(args)) is not None:
         yield (
-            f"train_sampling_strategy={order!r} asks for an order of the data, and full batches are filled from "
+            f"train_sampling_strategy={order!r} asks for an order of the data, but full batches are filled from "
             "shuffled data; leave it out, or pass same_steps=True"
         )
     sampled = type(trainer)._get_train_sampler.__module__.split(".")[0]
     if not splitting and sampled not in ("transformers", "trl"):
-        yield "its own _get_train_sampler decides the order of examples, and full batches would not follow it"
+        yield "it has its own _get_train_sampler, and full batches would not follow that sampler's order"
     average = getattr(args, "average_tokens_across_devices", True)
     if accelerator.num_processes > 1 and not average and loss_unit.name == "trained tokens":
-        yield "average_tokens_across_devices=False takes the mean of the ranks' means, which are over uneven sizes"
+        yield "average_tokens_across_devices=False takes the mean of the ranks' means, over different numbers of tokens"
     if budget.too_long != "truncate":
         return
     if budget.same_steps:
-        yield 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
+        yield 'too_long="truncate" cuts examples in our batches, and same_steps keeps the batches of the trainer'
     if getattr(args, "packing", False):
-        yield 'packing made rows of several examples, and too_long="truncate" would cut these; set a lower max_length'
+        yield 'packing joined examples in one row, and too_long="truncate" would cut the row; set a lower max_length'
     if not loss_unit.counts_labels:
-        yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
+        yield 'too_long="truncate" needs a data set of input_ids; set max_length in the config of this trainer'
 
 
 def _order(args: ArgumentsLike) -> str | None:

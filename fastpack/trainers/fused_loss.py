@@ -1,9 +1,9 @@
-"""The fused loss of TRL's ``SFTTrainer``, ``fastpack.patch(trainer, loss="fused")``: the head's own, without logits.
+"""Give TRL's ``SFTTrainer`` the head's fused loss, without logits: ``fastpack.patch(trainer, loss="fused")``.
 
-TRL's forward stays on the head. Called without ``fused_lm_head=True`` it is the stock forward, whose loss for
-``labels=`` is the one that :mod:`fastpack.model.loss` computes: the same mean over the tokens of a step. TRL's own loss
-computes each logit twice, forward and backward, and waits for the device four times in each micro-batch to read its
-metrics. Here the metrics are computed along with the loss, and are read when the trainer logs. Until then TRL's own
+TRL's forward stays on the head. If it is called without ``fused_lm_head=True``, it runs the stock forward. For
+``labels=``, :mod:`fastpack.model.loss` then computes the same loss as TRL, a mean over the tokens of a step. TRL's own
+loss computes each logit twice, forward and backward, and waits for the device four times in each micro-batch to read
+its metrics. Here the metrics are computed along with the loss, and are read when the trainer logs. Until then TRL's own
 record of them lags behind.
 """
 
@@ -37,9 +37,9 @@ class FusedLossState:
         unserved: why the head did not fuse the loss when it was asked to, or None; TRL's loss runs from then on.
         fused: the number of micro-batches with the fused loss.
         stock: the number of micro-batches with TRL's loss.
-        why_stock: why the last micro-batch with TRL's loss had it.
-        pending: for each micro-batch that was not read from the device yet, its :attr:`TokenStatistics.sums` and its
-            number of tokens.
+        why_stock: why the last micro-batch with TRL's loss did not get the fused loss.
+        pending: for each micro-batch whose metrics have not been read from the device yet: its
+            :attr:`TokenStatistics.sums` and its number of tokens.
         changes: the replacements on the trainer.
     """
 
@@ -58,8 +58,8 @@ class FusedLossState:
     def describe(self) -> str:
         """Return a line for the report."""
         ran = f"{counted(self.fused, 'micro-batch', 'es')} so far" if self.fused else "each micro-batch of training"
-        others = f"; {self.stock} had TRL's own ({self.why_stock})" if self.stock else ""
-        return f"loss: fused in {ran}, TRL's metrics with it{others}"
+        others = f"; {self.stock} had TRL's own loss ({self.why_stock})" if self.stock else ""
+        return f"loss: fused in {ran}, with TRL's metrics{others}"
 
 
 def fused_loss_of(target: object) -> FusedLossState | None:
@@ -70,7 +70,8 @@ def fused_loss_of(target: object) -> FusedLossState | None:
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     """Return a function that sets up or removes a trainer's fused loss and can't fail, or None for no change.
 
-    The function also removes a token budget, since the budget wraps the loss; the caller has to set that up again.
+    The function also removes a token budget, since the budget wraps the loss; the caller has to set the budget up
+    again.
     """
     state = fused_loss_of(target)
     if loss is None or not _brings_a_loss(target):
@@ -83,7 +84,7 @@ def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
 
 
 def _brings_a_loss(target: object) -> bool:
-    """Return whether a trainer has its own loss, as TRL's have; transformers' trainer uses the model's."""
+    """Return whether a trainer has its own loss, as TRL's trainers do; transformers' uses the model's loss."""
     return hasattr(target, "compute_loss") and any(
         base.__module__.split(".")[0] == "trl" for base in type(target).__mro__
     )
@@ -94,18 +95,18 @@ def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
 
     Args:
         trainer: the trainer.
-        in_force: whether the trainer already has our loss. A wrapper that somebody has put around it since is fine, as
-            it calls ours.
+        in_force: whether the trainer already has our loss. A wrapper that was put around our loss later is fine, since
+            it calls our loss.
     """
     name = type(trainer).__name__
     bases: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
     if not bases:
-        yield f"{name} has a loss of its own, over other things than labels"
+        yield f"{name} has its own loss, which is not a mean over labels"
         return
     loss = None if in_force else beneath(trainer.__dict__.get("compute_loss"))
     own = loss is not None and getattr(loss, "__func__", None) is not bases[0].compute_loss
     if own or type(trainer).compute_loss is not bases[0].compute_loss:
-        yield f"the loss of this {name} is one of its user's"
+        yield f"this {name} has a custom loss"
     yield from _settings(trainer)
     for axis in ("tp", "cp", "sp"):
         size = getattr(trainer, f"get_{axis}_size", None)
@@ -118,7 +119,7 @@ def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
 def _settings(trainer: TrainerLike) -> Iterator[str]:
     """Yield the settings that make a trainer's loss differ from the head's; a user may change them at any time."""
     if trainer.compute_loss_func is not None:
-        yield f"the loss of this {type(trainer).__name__} is one of its user's"
+        yield f"this {type(trainer).__name__} has a custom loss"
     if trainer.args.loss_type != "nll":
         yield f"loss_type is {trainer.args.loss_type!r}"
     if trainer.label_smoother is not None:
@@ -166,7 +167,7 @@ def _compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
-    """Return the head's fused loss in training if the head can fuse it, else that of ``SFTTrainer.compute_loss``."""
+    """Return the head's fused loss if training and the head allow it, else the loss of ``SFTTrainer.compute_loss``."""
     trainer, stock, state = patched.owner, patched.stock, patched.spec
     training = trainer.model.training and torch.is_grad_enabled() and not return_outputs
     if not training:
@@ -188,7 +189,7 @@ def _compute_loss(
 def _fused(
     trainer: TrainerLike, state: FusedLossState, model: nn.Module, inputs: dict[str, Any], num_items: Any
 ) -> Tensor | None:
-    """Return the head's fused loss of a micro-batch, or None if the head turns out not to fuse it."""
+    """Return the head's fused loss of a micro-batch, or None if the head ran its stock forward instead."""
     statistics = TokenStatistics()
     # a step without labels has a loss of zero, as in TRL
     divisor = torch.as_tensor(num_items, device=inputs["labels"].device).clamp(min=1)
@@ -196,7 +197,7 @@ def _fused(
     outputs = model(**call)
     loss: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.loss
     if statistics.sums is None:
-        state.unserved = "the head ran its stock forward, as with a cache or for attention weights"
+        state.unserved = "the head ran its stock forward, as it does with a cache or for attention weights"
         return None
     if trainer.args.average_tokens_across_devices:
         loss = loss * trainer.accelerator.num_processes

@@ -1,4 +1,4 @@
-"""Token-budget batches for a trainer: its own data set, collator and workers, with a :class:`TokenBudgetSampler`."""
+"""Token-budget batches for a trainer, which keeps its data set, collator and workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BatchesOfEpochs(TokenBudgetSampler):
         return self
 
     def settings(self, args: ArgumentsLike) -> dict[str, Any]:
-        """Return the settings that a checkpoint's place in an epoch depends on."""
+        """Return the settings that must stay the same for a checkpoint's place in an epoch to be valid."""
         more = {"micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
         return {**self._settings(), **more}
 
@@ -61,8 +61,8 @@ def count_epochs(args: ArgumentsLike, micro_batches: int) -> int:
 def get_train_dataloader(patched: Replacement[Any, None]) -> Any:
     """Return the loader of ``Trainer.get_train_dataloader`` with the batches of a :class:`TokenBudgetSampler`.
 
-    Accelerate divides a loader's batches among ranks. The sampler's batches are each rank's own already, so accelerate
-    gets ``num_processes=1``.
+    Accelerate divides a loader's batches among ranks. The sampler already gives each rank its own batches, so
+    accelerate gets ``num_processes=1``.
     """
     from accelerate.data_loader import prepare_data_loader
 
@@ -98,7 +98,7 @@ class BudgetCallback(TrainerCallback, ExportableState):
     """A callback that saves the batches' settings in each checkpoint, and compares them when a run resumes."""
 
     def __init__(self) -> None:
-        """Set up without settings."""
+        """Set up the callback, without settings yet."""
         self.settings: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class BudgetCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the batches' settings with those of the checkpoint that a run resumes from.
 
-        A trainer that keeps its own batches has no settings. The data are compared by their lengths, in order, so other
-        data of the same lengths pass.
+        A trainer that keeps its own batches has no settings. Data are compared only by the lengths of the examples, in
+        order, so other data of the same lengths pass.
 
         Raises:
             PackingError: the checkpoint's batches differ; resuming would lose examples, or show some twice.
@@ -126,14 +126,14 @@ class BudgetCallback(TrainerCallback, ExportableState):
         if bool(saved) != bool(self.settings):
             batching = f"max_tokens={saved['max_tokens']}" if saved else "the trainer's own batches"
             raise PackingError(
-                f"{saved_by} with {batching}: its place in the epoch is counted in other batches. Go on with these, or "
-                "pass ignore_data_skip=True to begin an epoch."
+                f"{saved_by} with {batching}: its place in the epoch is counted in those batches. Resume with them, or "
+                "pass ignore_data_skip=True to begin a new epoch."
             )
         for name, ours in self.settings.items():
             theirs = saved.get(name)
             if theirs != ours:
                 raise PackingError(
                     f"{saved_by} with {name} {theirs!r}, and this run has {ours!r}: its batches differ, so examples "
-                    "would be lost or seen twice. Go on with the same data, settings and number of processes, or pass "
-                    "ignore_data_skip=True to begin an epoch."
+                    "would be lost or seen twice. Resume with the same data, settings and number of processes, or pass "
+                    "ignore_data_skip=True to begin a new epoch."
                 )

@@ -1,7 +1,8 @@
-"""The unit that each trainer's loss is a mean over: how a batch's units are counted, and how a batch is split.
+"""The unit over which each trainer's loss is a mean; functions to count a batch's units and to split a batch.
 
 A micro-batch's loss is a mean over its tokens, pairs or sequences, and trainers average these means over an optimiser
-step. With uneven micro-batches that is not the mean over the step, so each loss is weighted by its share of the units.
+step. If micro-batches are uneven, the result is not the mean over the step, so each loss is weighted by its share of
+the units.
 
 Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
 """
@@ -34,11 +35,10 @@ class LossUnit:
     Attributes:
         name: the unit's name in the plural, such as ``pairs``.
         count: a function that counts a collated batch's units without waiting for the device.
-        planned: whether batches are drawn from a data set, whose lengths can be known beforehand; False for generated
-            batches.
+        planned: whether batches come from a data set, whose lengths are known beforehand; False for generated batches.
         rows_per_unit: the number of rows that have to stay together: 2 if chosen and rejected are rows i and i + P.
         pre_divided: whether the trainer's loss is already divided by the number of a step's micro-batches, as GRPO's
-            is. Such a micro-batch gets no weight if it runs whole; its pieces are weighted by their share of it.
+            is. Then a whole micro-batch gets no weight, and a piece is weighted by its share of the micro-batch.
         always_mean: whether the model's own loss over labels is a mean over the micro-batch even if it gets the label
             count of the whole step.
         why_inexact: a function that returns why a trainer's settings rule out exact losses, or None.
@@ -72,32 +72,32 @@ def rows(inputs: Inputs) -> int:
 
 
 def trained_tokens(inputs: Inputs) -> Tensor:
-    """Count the labels that a token predicts: all but each row's first and the ignored ones. 0-d int64."""
+    """Count the predicted labels, 0-d int64: all except each row's first label and ignored labels."""
     labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
-    if "shift_labels" not in inputs and labels.ndim > 1:  # 1-D labels are classes of rows
+    if "shift_labels" not in inputs and labels.ndim > 1:  # 1-D labels are one class for each row
         labels = labels[..., 1:]
     return labels.ne(-100).sum()
 
 
 def labels(inputs: Inputs) -> Tensor:
-    """Count a classifier's labels, of rows or of tokens, without the ignored ones. 0-d int64."""
+    """Count a classifier's labels, of rows or of tokens, without ignored labels. 0-d int64."""
     return inputs["labels"].ne(-100).sum()
 
 
 def real_labels(inputs: Inputs) -> Tensor:
-    """Count the labels at real tokens, without the ignored ones. 0-d int64."""
+    """Count the labels at real tokens, without ignored labels. 0-d int64."""
     labelled = inputs["labels"].ne(-100)
     return (labelled & _real(inputs) if "attention_mask" in inputs else labelled).sum()
 
 
 def chosen_tokens(inputs: Inputs) -> Tensor:
-    """Count the tokens of chosen completions that a token predicts. 0-d int64."""
+    """Count the predicted tokens of chosen completions. 0-d int64."""
     mask: Tensor = inputs["completion_mask"]
     return mask[: mask.shape[0] // 2, 1:].sum()
 
 
 def completion_tokens(inputs: Inputs) -> Tensor:
-    """Count the tokens of completions by TRL's own mask, without tools' answers. 0-d."""
+    """Count the completion tokens in TRL's own mask, without the answers of tools. 0-d."""
     mask: Tensor = inputs["completion_mask"]
     return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
 
@@ -105,15 +105,15 @@ def completion_tokens(inputs: Inputs) -> Tensor:
 def _inexact_dpo(trainer: TrainerLike) -> str | None:
     for name in trainer.loss_types:
         if name.startswith("aot"):
-            return f"loss_type {name!r} sorts the pairs of a micro-batch, and changes with them: leave max_tokens out"
+            return f"loss_type {name!r} sorts pairs within a micro-batch, so batches change it: leave max_tokens out"
     return None
 
 
 def _unsplittable_sft(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "padding_free", False) and getattr(trainer.args, "packing", False):
-        return "packing makes one row of a batch; leave it off, or leave same_steps out: full batches take packed rows"
+        return "packing joins a batch into one row; turn it off, or leave same_steps out: full batches take packed rows"
     if getattr(trainer, "padding_free", False):
-        return "padding_free makes one row of a batch; leave it off, a patched model runs without padding all the same"
+        return "padding_free joins a batch into one row; turn it off, since a patched model runs without padding anyway"
     return _unsplittable_experts(trainer)
 
 
@@ -124,7 +124,7 @@ def _unsplittable_trainer(trainer: TrainerLike) -> str | None:
 
 
 def _unsplittable_experts(trainer: TrainerLike, option: str = "same_steps") -> str | None:
-    """Return why TRL's trainers can't split a batch of experts, or None; ``option`` is the option that splits."""
+    """Return why TRL can't split a batch of a model with experts, or None; ``option`` is what asks for the split."""
     if getattr(trainer, "aux_loss_enabled", False):
         return f"{_EXPERTS}: set router_aux_loss_coef=0.0, or leave {option} out"
     return None
@@ -146,7 +146,7 @@ def _unsplittable_generated(trainer: TrainerLike) -> str | None:
 
 def _inexact_grpo(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
-        return "top_entropy_quantile takes its threshold from the whole batch, and a piece sees only its own part"
+        return "top_entropy_quantile takes its threshold from the whole batch, but a piece has only a part of it"
     if getattr(trainer, "_entropy_bonus_enabled", False):
         return "the entropy bonus is a mean over different tokens than the loss"
     if trainer.loss_type not in GRPO_LOSSES:
@@ -164,8 +164,8 @@ GRPO_LOSSES: dict[str, Count | None] = {
     "cispo": None,
     "vespo": None,
 }
-"""The count of units that each GRPO loss is a mean over, in a micro-batch; None if it is a sum over a number of the
-whole step."""
+"""For each GRPO loss, the function that counts the units over which it is a mean in a micro-batch; None if the loss is
+a sum divided by a number of the whole step."""
 
 LOSS_UNITS: dict[str, LossUnit] = {
     "DPOTrainer": LossUnit(
@@ -195,11 +195,11 @@ LabelCount = Literal["the step's labels", "its own labels", "nothing"]
 
 
 def label_count_for(trainer: TrainerLike, loss_unit: LossUnit) -> LabelCount:
-    """Return which label count a micro-batch's loss has to get as ``num_items_in_batch``.
+    """Return the label count that a micro-batch's loss has to get as ``num_items_in_batch``.
 
-    A stock loss divides by the labels of the step, or is a mean over the micro-batch. A user's own loss may do either,
-    and only ``loss_is_scaled_for_ga`` says which. Without it, the loss gets the count of its own micro-batch's labels:
-    then it is a mean over them either way.
+    A stock loss divides by the labels of the step, or is a mean over the micro-batch. A custom loss may do either, and
+    only the trainer's ``loss_is_scaled_for_ga`` says which. Without that attribute, the loss gets the label count of
+    its own micro-batch, so it is a mean over these labels in both cases.
     """
     compute_loss = trainer.__dict__.get("compute_loss", type(trainer).compute_loss)
     library = getattr(compute_loss, "__module__", "").split(".")[0]
@@ -247,7 +247,7 @@ def lengths(inputs: Inputs, loss_unit: LossUnit) -> list[int]:
 
 
 def _real(inputs: Inputs) -> Tensor:
-    """Return bool ``[B, S]``, True at real tokens, by the mask."""
+    """Return the mask as bool ``[B, S]``, True at real tokens."""
     mask: Tensor = inputs["attention_mask"]
     return real_slots(mask, (rows(inputs), mask.shape[-1]))
 
@@ -263,11 +263,11 @@ def _row_tokens(inputs: Inputs) -> Tensor:
 
 
 def piece(inputs: Inputs, units: list[int], loss_unit: LossUnit) -> dict[str, Any]:
-    """Return a batch with some of the units only.
+    """Return a part of a batch, with the given units only.
 
-    A tensor or list with one entry for each row, or for each unit, keeps the entries of these units; every other value
-    stays as it is. ``packed_seq_lens`` become the lengths of the remaining sequences. Where these are, the model reads
-    from the mask.
+    A tensor or list with one entry for each row, or for each unit, keeps the entries of these units. Other values don't
+    change. ``packed_seq_lens`` become the lengths of the remaining sequences. The model reads from the mask where these
+    sequences are.
     """
     total = rows(inputs)
     count = total // loss_unit.rows_per_unit

@@ -27,8 +27,8 @@ tokens:
   over a completion's tokens, of log p(token) - log sum over the vocabulary of p^2. Zhou et al., "WPO",
   arXiv:2406.11827, eq. 2.
 
-Nothing here waits for the device. Sums over segments are computed, stored and subtracted in float64: log p is near
--6,000 for texts of 600 tokens, where float32 has steps of 5e-4, and a loss depends on small differences of such
+Nothing here waits for the device. Sums over segments are computed, stored and subtracted in float64: log p of a text of
+600 tokens is near -6,000, where float32 has steps of 5e-4, and a loss depends on small differences between two of these
 numbers. (On MPS, which has no float64, they are float32.)
 
 Shape suffixes: T tokens, H hidden, V vocabulary, R rank of LoRA, N sequences, P pairs.
@@ -62,7 +62,7 @@ class PairLogProbs:
     Attributes:
         chosen: float64 ``[P]``, the sum over the completion's tokens.
         rejected: the same.
-        chosen_tokens: int64 ``[P]``, the number of tokens in each sum: those that another token predicts.
+        chosen_tokens: int64 ``[P]``, the number of predicted tokens, over which each sum goes.
         rejected_tokens: the same.
         weights: float64 ``[P]``, WPO's weights, without gradient; None without ``wpo=True``.
     """
@@ -126,7 +126,7 @@ def preference_loss(
         loss_type: one of the losses above. WPO and LD-DPO work with each of them: pass ``weights``, or
             log-probabilities computed with ``ld_alpha``.
         label_smoothing: the share of swapped labels for ``robust``, at least 0 and below 0.5; 0 for the other losses.
-        chosen_tokens: ``[P]``, the numbers of tokens by which ``ipo`` divides.
+        chosen_tokens: ``[P]``, the number of tokens in each chosen completion, by which ``ipo`` divides.
         rejected_tokens: ``[P]``, the same for the rejected completions.
         weights: ``[P]``, factors on the losses.
 
@@ -145,8 +145,8 @@ def preference_loss(
         raise ValueError(f"beta={beta}; pass a factor above 0.")
     if loss_type not in get_args(LossType):
         raise ValueError(
-            f"loss_type={loss_type!r}; choose one of {', '.join(map(repr, get_args(LossType)))}. WPO and LD-DPO go "
-            "with any of them: pass weights= from pair_log_probs(wpo=True), or log-probabilities from "
+            f"loss_type={loss_type!r}; choose one of {', '.join(map(repr, get_args(LossType)))}. WPO and LD-DPO "
+            "work with each of them: pass weights= from pair_log_probs(wpo=True), or log-probabilities from "
             "pair_log_probs(ld_alpha=...)."
         )
     if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type != "robust"):
@@ -205,7 +205,7 @@ def pair_log_probs(
             :class:`fastpack.data.packed_collators.PackedPreferenceCollator`.
         weight: the head's weight ``[V, H]``, or a function that returns it.
         labels: the batch's labels, ``[1, T]``.
-        packed_seq_lens: the batch's packing: P chosen sequences, P rejected ones, perhaps bucket padding.
+        packed_seq_lens: the batch's packing: P chosen sequences, P rejected sequences and possibly bucket padding.
         ld_alpha: LD-DPO's factor, from 0 to 1, on tokens beyond the shorter completion's length; None for plain sums.
         wpo: whether to compute WPO's weights too, which takes a second matmul with the head, without gradient.
         bias: the head's bias ``[V]``, or None. This and the following parameters are those of
@@ -218,7 +218,7 @@ def pair_log_probs(
         implementation: ``auto``, ``triton`` or ``torch``.
 
     Raises:
-        PackingError: hidden states or labels are not those of this batch.
+        PackingError: hidden states or labels don't belong to this batch.
         ValueError: ``ld_alpha`` is not from 0 to 1.
 
     Example:
@@ -270,7 +270,7 @@ def pair_log_probs_of_logits(
         wpo: see there.
 
     Raises:
-        PackingError: logits or labels are not those of this batch.
+        PackingError: logits or labels don't belong to this batch.
         ValueError: ``ld_alpha`` is not from 0 to 1.
 
     Example:
@@ -330,7 +330,7 @@ def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: floa
 
 
 def _sum_pairs(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogProbs:
-    """Sum each token's cross-entropy ``[T]``, and WPO's sums of squares ``[T]``, to the pairs' log-probabilities."""
+    """Return the pairs' log-probabilities from each token's cross-entropy ``[T]`` and, for WPO, log sum p^2 ``[T]``."""
     sums = -segment_sums(losses, pairs.offsets)
     weights: Tensor | None = None
     if squares is not None:

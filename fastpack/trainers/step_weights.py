@@ -1,9 +1,10 @@
 """Weights that make a step's loss the mean over the whole step, and the splitting of large micro-batches.
 
-A trainer averages the means of micro-batches, over a step and over ranks. With uneven micro-batches that is not the
-mean over the step. So each micro-batch's mean is multiplied by n K W / N: n units in the micro-batch, N units in the
-step on all ranks, K micro-batches a rank, W ranks. The factor is 1 if all micro-batches are even. A loss that is a sum
-divided by a number of the whole step, such as SFT's with ``num_items_in_batch``, is right already and gets no weight.
+A trainer averages the means of micro-batches, over a step and over ranks. If micro-batches are uneven, the result is
+not the mean over the step. So each micro-batch's mean is multiplied by n K W / N: n units in the micro-batch, N units
+in the step on all ranks, K micro-batches a rank, W ranks. The factor is 1 if all micro-batches are even. A loss that is
+a sum divided by a number of the whole step, such as SFT's with ``num_items_in_batch``, is already right and gets no
+weight.
 
 A micro-batch over the budget runs in pieces, each with its own forward and backward. The trainer itself runs the last
 backward, so gradients are exchanged as often as without a split.
@@ -44,17 +45,18 @@ class StepWeights:
     Attributes:
         loss_unit: the unit that the trainer's loss is a mean over.
         split_at: the number of tokens above which a micro-batch is split; None to split none.
-        examples_checked: whether each example's length was compared with the budget beforehand. That is impossible for
-            a stream or for generated batches.
+        examples_checked: whether each example's length was compared with the budget beforehand. Streams and generated
+            batches can't be checked beforehand.
         label_count: the label count that the loss gets as ``num_items_in_batch``, if it is a mean over labels. Unless
-            it is the step's, the loss is treated as a mean over its micro-batch.
-        num_items: the trainer's count of labels in the step, for a loss that gets its own labels' count; else None.
+            this is the step's label count, the loss is treated as a mean over its micro-batch.
+        num_items: the trainer's label count of the step, if the loss gets the label count of its own micro-batch; else
+            None.
         step_units: 0-d, the units of the whole step on all ranks; None if losses need no weight.
         step_chosen_tokens: 0-d, the trained tokens of chosen completions of the whole step on all ranks; None unless
             the loss has an ``sft`` term.
         micro_batches: the number of the step's micro-batches on each rank; 1 if the trainer adds up their losses.
         pieces: the number of pieces that have run so far, for the report.
-        batches: the number of micro-batches that those pieces are from.
+        batches: the number of micro-batches that these pieces make up.
     """
 
     loss_unit: LossUnit
@@ -78,7 +80,7 @@ def get_batch_samples(
     weights.step_units = weights.step_chosen_tokens = weights.num_items = None
     if weights.loss_unit.counts_labels and weights.label_count != "the step's labels":
         weights.num_items = num_items if weights.label_count == "its own labels" else None
-        num_items = None  # with a count, the trainer would take means for shares of the step's loss, and add them up
+        num_items = None  # given a count, the trainer would add up the means, as if they were shares of the step's loss
     summed = num_items is not None and weights.loss_unit.counts_labels
     if batches and not weights.loss_unit.pre_divided and weights.loss_unit.planned and not summed:
         device = trainer.accelerator.device
@@ -99,7 +101,7 @@ def compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
-    """Run ``Trainer.compute_loss``; in training weighted, and in pieces if the batch is over the budget."""
+    """Run ``Trainer.compute_loss``; in training, weight the loss and split a batch that is over the budget."""
     trainer, stock, weights = patched.owner, patched.stock, patched.spec
     if return_outputs or not (trainer.model.training and torch.is_grad_enabled()):
         return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
@@ -121,11 +123,11 @@ def _pieces(trainer: TrainerLike, weights: StepWeights, inputs: dict[str, Any]) 
     if weights.split_at is None:
         return [inputs]
     tokens = lengths(inputs, weights.loss_unit)
-    if weights.examples_checked and len(tokens) == 1 and tokens[0] > weights.split_at:  # more than any example has
+    if weights.examples_checked and len(tokens) == 1 and tokens[0] > weights.split_at:  # longer than any example
         raise PackingError(
-            f"the collator made one row of {tokens[0]} tokens, more than max_tokens={weights.split_at}, and only rows "
-            "can be split. Pass a collator that pads (a patched model runs without padding all the same), or leave "
-            "same_steps out."
+            f"the collator made one row of {tokens[0]} tokens, more than max_tokens={weights.split_at}, and a batch "
+            "can only be split between rows. Pass a collator that pads (a patched model runs without padding anyway), "
+            "or leave same_steps out."
         )
     groups = split(tokens, weights.split_at, COST)
     if trainer.accelerator.num_processes > 1:
@@ -156,7 +158,7 @@ def _weighted_loss(
 def _weights(
     trainer: TrainerLike, weights: StepWeights, part: Inputs, whole: Inputs
 ) -> tuple[Tensor | float | None, Tensor | None]:
-    """Return a piece's weight on its loss, and the further weight on DPO's ``sft`` term, a mean over tokens."""
+    """Return the factor on a piece's loss, and another factor on DPO's ``sft`` term, which is a mean over tokens."""
     loss_unit = weights.loss_unit
     if weights.step_units is not None:
         parts_of_step = weights.micro_batches * _ranks(trainer, weights)
@@ -164,7 +166,7 @@ def _weights(
         if weights.step_chosen_tokens is None:
             return weight, None
         return weight, chosen_tokens(part) * parts_of_step / weights.step_chosen_tokens.clamp(min=1) / weight
-    if part is whole or loss_unit.planned:  # a planned batch without step units has a loss that is a sum
+    if part is whole or loss_unit.planned:  # without step units, the loss of a planned batch is a sum
         return None, None
     count = GRPO_LOSSES[trainer.loss_type] if loss_unit.pre_divided else rows
     if count is None:
@@ -176,7 +178,7 @@ def _weights(
 def _own_labels(
     trainer: TrainerLike, weights: StepWeights, part: Inputs, num_items: Tensor | int, units: Tensor
 ) -> Tensor:
-    """Return the count of labels that the trainer would make if each rank's step were this piece alone, 0-d float."""
+    """Return the label count that the trainer would compute if each rank's step had only this piece, 0-d float."""
     ratio = num_items / units.clamp(min=1)  # the trainer's count over ours: 1 if both count the same labels
     labels = torch.as_tensor(weights.loss_unit.count(part)).to(ratio.device)
     return labels.clamp(min=1) * _ranks(trainer, weights) * ratio
@@ -185,8 +187,8 @@ def _own_labels(
 def _ranks(trainer: TrainerLike, weights: StepWeights) -> int:
     """Return the number of ranks, or 1 if the trainer itself multiplies the loss by it.
 
-    The trainer does so with a ``compute_loss_func``. A user's own ``compute_loss`` that divides by the labels of all
-    ranks multiplies by their number itself.
+    The trainer multiplies if it has a ``compute_loss_func``. A custom ``compute_loss`` that divides by the labels of
+    all ranks has to multiply by the number of ranks itself.
     """
     func, averages = trainer.compute_loss_func, getattr(trainer.args, "average_tokens_across_devices", True)
     if weights.num_items is not None and func is not None and averages:
@@ -196,7 +198,7 @@ def _ranks(trainer: TrainerLike, weights: StepWeights) -> int:
 
 @contextlib.contextmanager
 def _sft_weight_scaled(trainer: TrainerLike, factor: Tensor | None) -> Iterator[None]:
-    """Scale the weight of DPO's ``sft`` term by ``factor`` for one micro-batch; None leaves it as it is."""
+    """Scale the weight of DPO's ``sft`` term by ``factor`` for one micro-batch; None doesn't change it."""
     if factor is None:
         yield
         return
@@ -231,7 +233,7 @@ def _backward(trainer: TrainerLike, loss: Tensor, num_items: Tensor | int | None
 
 
 def gather(patched: Replacement[None, None], tensor: object) -> Any:
-    """Run ``Accelerator.gather``, also for a tensor whose first size differs between ranks (stock can't do that)."""
+    """Run ``Accelerator.gather``, also for a tensor whose first dimension differs between ranks, unlike stock."""
     accelerator, stock = patched.owner, patched.stock
     if accelerator.num_processes == 1 or not isinstance(tensor, Tensor) or tensor.ndim == 0:
         return stock(tensor)

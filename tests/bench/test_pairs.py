@@ -40,11 +40,11 @@ def test_lengths_from_files_and_numbers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompt"):
         make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=3)
     for none in ("0", "1"):
-        with pytest.raises(ValueError, match="or a number from 2 on"):
+        with pytest.raises(ValueError, match="or a number above 1"):
             make_pair_lengths(2, kind=none)
     for wrong in ("[[1, 2]]", "[3, 4]", "[[1, 2, 0]]"):
         (tmp_path / "a.json").write_text(wrong)
-        with pytest.raises(ValueError, match="tokens of prompt, chosen and rejected"):
+        with pytest.raises(ValueError, match="of prompt, chosen and rejected tokens"):
             make_pair_lengths(2, kind=str(tmp_path / "a.json"))
 
 

@@ -146,8 +146,8 @@ def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--lengths", ""), "--lengths : no such file; pass 'alpaca', a number"),
         (("--lengths", "-5"), "--lengths -5: no such file; pass 'alpaca', a number"),
         (("--trainer", "dpo", "--data", "nowhere.json"), "--lengths nowhere.json: no such file; pass 'chat', a number"),
-        (("--trainer", "dpo", "--data", "1"), "--lengths 1: pass lists of three .* or a number from 2 on"),
-        (("--lengths", "0"), "--lengths 0: pass lengths of rows .* from 2 on"),
+        (("--trainer", "dpo", "--data", "1"), "--lengths 1: pass lists of three .* or a number above 1"),
+        (("--lengths", "0"), "--lengths 0: pass lengths of rows .* of at least 2"),
         (("--json", "/nosuch/p.json"), "--json /nosuch/p.json: there is no folder /nosuch"),
         (("--plot", "p.xyz"), "--plot p.xyz: pass a name that ends in one of .png"),
         (("--plot", "/nosuch/p.png"), "--plot /nosuch/p.png: there is no folder /nosuch"),
@@ -156,7 +156,7 @@ def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--kernels", "triton"), "there is no GPU here"),
         (("--loss",), "--loss is for --loop plain"),
         (("--loop", "plain", "--trainer-waits"), "--trainer-waits is for --loop trl"),
-        (("--offload", "checkpoints"), "--offload is for what is checkpointed"),
+        (("--offload", "checkpoints"), "--offload is for checkpointed layers"),
         (("--checkpointing", "--offload", "checkpoints"), "--offload needs a GPU"),
         (("--graphs",), "--graphs needs a GPU"),
     ],
@@ -173,13 +173,13 @@ def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeyp
 @pytest.mark.parametrize(
     ("references", "flags", "said"),
     [
-        ("[true, 5]", (), "a.json: pass lengths of rows as whole numbers from 2 on"),
+        ("[true, 5]", (), "a.json: pass lengths of rows as whole numbers of at least 2"),
         ("[1, 5]", (), "one token alone has nothing to predict"),
         ("{}", (), "a.json: it must hold a JSON list of lengths"),
-        ("", (), "a.json: it is no JSON: "),
-        ("[5", (), "a.json: it is no JSON: "),
+        ("", (), "a.json: it is not JSON: "),
+        ("[5", (), "a.json: it is not JSON: "),
         ("[[5, true, 5]]", ("--trainer", "dpo"), "a.json: pass lists of three positive whole numbers"),
-        ("", ("--trainer", "dpo"), "a.json: it is no JSON: "),
+        ("", ("--trainer", "dpo"), "a.json: it is not JSON: "),
     ],
 )
 def test_lengths_that_can_not_be_trained_on(
@@ -211,7 +211,7 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--tokens", "64"), "--tokens is the sweep of --ops"),
+        (("--tokens", "64"), "--tokens sets the sweep of --ops"),
         (("--ops", "--rows", "4", "--trainer-waits"), "leave out --rows, --trainer-waits."),
         (("--ops", "--graphs"), "leave out --graphs."),
         (("--ops", "--plot", "ops.png"), "leave out --plot."),

@@ -161,7 +161,7 @@ def test_a_mixture_of_datasets(work: Path, capsys: pytest.CaptureFixture[str]) -
         parts.append(f"  - {{path: json, data_files: {name}, columns: [messages]}}\n")
     Path("mix.yaml").write_text("datasets:\n" + "".join(parts) + "test_split_size: 0.25\n")
     both = sft_flags(work, "--config", "mix.yaml")
-    assert_one_line(both, "pass one of them: --data", capsys)
+    assert_one_line(both, "pass only one: --data", capsys)
     at = both.index("--dataset_name")
     del both[at : at + 2]
     further = ["--max_steps", "-1", "--num_train_epochs", "1", "--eval_strategy", "epoch"]
@@ -231,7 +231,7 @@ def test_hint_says_which_flag_leaves_padding_out() -> None:
         assert "without --no_patch" in stock
     patched = hint(summary(), patched=True, head_too=False)
     assert patched is not None
-    assert "the loss head was still given them; --padding_free" in patched
+    assert "but the loss head did not; with --padding_free" in patched
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:
         (("--too_long", "truncate"), "--too_long changes how --max_tokens works"),
         (("--max_tokens", "3"), "tokens, more than max_tokens=3"),
         (("--max_tokens", "3"), "(--too_long truncate)"),
-        (("--max_tokens", "512", "--same_steps", "--padding_free"), "padding_free makes one row"),
+        (("--max_tokens", "512", "--same_steps", "--padding_free"), "padding_free joins a batch into one row"),
     ],
 )
 def test_refused_in_one_line(

@@ -15,12 +15,12 @@ from fastpack import cli as commands
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: there is nothing there"),
+        ({"--dataset_name": "nowhere.jsonl"}, "nowhere.jsonl: there is no such file or folder"),
         ({"--dataset_name": None}, "pass --data (or --dataset_name)"),
         ({"--tokenizer": None}, "llama.json: pass --tokenizer FOLDER"),
         ({"--tokenizer": "nowhere"}, "no tokenizer in nowhere: pass --tokenizer FOLDER"),
         ({"--random_init": None}, "either --model_name_or_path MODEL or --random_init CONFIG"),
-        ({"--random_init": "nowhere.json"}, "nowhere.json: there is nothing there"),
+        ({"--random_init": "nowhere.json"}, "nowhere.json: there is no such file or folder"),
         ({"--attention": "flash_attn"}, "can't serve float32 on cpu"),
         ({"--attention": "sideways"}, "invalid choice: 'sideways'"),
         ({"--graphs": "always"}, "invalid choice: 'always'"),
@@ -37,7 +37,7 @@ from fastpack import cli as commands
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
         ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: needs fastpack"),
-        ({"--max_tokens": "0"}, "max_tokens=0; pass an int from 1 on"),
+        ({"--max_tokens": "0"}, "max_tokens=0; pass the tokens of a micro-batch, an int"),
         ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, which is not installed"),
         ({"--config": "bad.yaml"}, "while parsing a flow sequence"),
         ({"--config": "data.yaml"}, "In a --config, --data is dataset_name"),
@@ -101,7 +101,7 @@ def test_an_encoder_and_a_foreign_tokenizer_are_refused(
     (tmp_path / "small.json").write_text(json.dumps({**config, "vocab_size": 97}))
     small = BertConfig(vocab_size=1024, **SIZES)
     (tmp_path / "bert.json").write_text(small.to_json_string())
-    for name, message in (("small.json", "ids, the model embeds 97"), ("bert.json", "is an encoder")):
+    for name, message in (("small.json", "ids, but the model embeds 97"), ("bert.json", "is an encoder")):
         arguments = sft_flags(work)
         arguments[arguments.index("--random_init") + 1] = str(tmp_path / name)
         assert_one_line(arguments, message, capsys)

@@ -114,7 +114,7 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     ("flags", "message"),
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
-        (["llama", "--all"], "--all is every family, and llama only some: leave one of them out"),
+        (["llama", "--all"], "--all runs every family: leave out either --all or llama"),
         (["--jobs", "0"], "argument --jobs: 0: pass 1 or more"),
         (["--timeout", "-1"], "--timeout -1: pass the seconds"),
         (["--timeout", "nan"], "--timeout nan: pass the seconds"),
@@ -208,9 +208,9 @@ def test_an_unknown_family_fails(capsys: pytest.CaptureFixture[str]) -> None:
         (smoke_stand_ins.hang, 3, "plain, lora", "not done after 3 s"),
         (smoke_stand_ins.fail, 60, "plain, lora", "ValueError: no good"),
         (smoke_stand_ins.die, 60, "exact, plain, lora", "ended by signal 9"),
-        (smoke_stand_ins.leave, 60, "plain, lora", "its process ended before it had sent all rows, with exit code 0"),
-        (smoke_stand_ins.leave_before_anything, 60, "exact, plain, lora", "its process ended before it had sent all"),
-        (smoke_stand_ins.forget, 60, "plain, lora", "its process ended without a row for it"),
+        (smoke_stand_ins.leave, 60, "plain, lora", "its process ended with exit code 0 before it had sent all rows"),
+        (smoke_stand_ins.leave_before_anything, 60, "exact, plain, lora", "its process ended with exit code 0 before"),
+        (smoke_stand_ins.forget, 60, "plain, lora", "its process ended without these rows"),
     ],
     ids=["hangs", "raises", "is killed", "leaves", "leaves at once", "forgets"],
 )

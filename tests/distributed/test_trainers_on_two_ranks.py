@@ -53,7 +53,7 @@ def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None
     stock = ranks.run(train_on_ranks, "sft", lora, **further)
     for result, trls in zip(ranks.run(train_on_ranks, "sft", lora, loss="fused", **further), stock, strict=True):
         if wrap == "ddp":
-            assert result["of loss"] == [f"loss: fused in {STEPS} micro-batches so far, TRL's metrics with it"]
+            assert result["of loss"] == [f"loss: fused in {STEPS} micro-batches so far, with TRL's metrics"]
         else:
             assert "it carries hooks" in result["of loss"][-1]
         assert len(result["logged"]) == STEPS

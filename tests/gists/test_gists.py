@@ -87,9 +87,9 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--", "train"], "after -- comes sft or dpo"),
+        (["--", "train"], "after --, pass sft or dpo"),
         (["two"], "not 'two'"),
-        pytest.param(["3"], "deals 8 rows", marks=prepared),
+        pytest.param(["3"], "splits 8 rows", marks=prepared),
         pytest.param(["--fsdp"], "needs GPUs", marks=prepared),
     ],
 )
@@ -106,5 +106,5 @@ def test_a_launch_that_can_not_work_is_refused(arguments: list[str], message: st
 def test_the_losses_of_two_processes_are_those_of_one() -> None:
     done = bash("gists/ddp.sh", path=OURS)
     assert done.returncode == 0, done.stderr
-    assert "the losses are those of one process" in done.stdout
+    assert "the losses are the same as in one process" in done.stdout
     assert done.stdout.count("fastpack sft") == 2, "each run has one summary, however many take part"

@@ -342,7 +342,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     for wrong in (["nowhere.json"], [str(tmp_path / "model"), "--dtype", "int3"], [str(tmp_path)]):
         assert main(["verify", *wrong, "--device", "cpu"]) == 2
     assert main(["verify", str(tmp_path / "modle"), "--device", "cpu"]) == 2
-    assert "modle: there is nothing there" in capsys.readouterr().err
+    assert "modle: there is no such file or folder" in capsys.readouterr().err
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for flag, value, message in (
         ("--device", "nosuch", "--device nosuch can't be used here: "),

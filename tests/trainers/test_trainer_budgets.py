@@ -267,13 +267,13 @@ def test_truncated(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="already built, not a LlamaForCausalLM"):
         fastpack.patch(BUILD["sft"](tmp_path).model, max_tokens=100)
-    with pytest.raises(PatchError, match="'aot' sorts the pairs"):
+    with pytest.raises(PatchError, match="'aot' sorts pairs"):
         fastpack.patch(BUILD["dpo"](tmp_path, loss_type=["aot"]), max_tokens=200)
     with pytest.raises(PatchError, match="a KL that is a mean over a micro-batch: leave same_steps out"):
         fastpack.patch(BUILD["kto"](tmp_path, loss_type="kto"), max_tokens=TokenBudget(200, same_steps=True))
-    with pytest.raises(PatchError, match="padding_free makes one row"):
+    with pytest.raises(PatchError, match="padding_free joins a batch into one row"):
         fastpack.patch(BUILD["sft"](tmp_path, padding_free=True), max_tokens=TokenBudget(200, same_steps=True))
-    with pytest.raises(PatchError, match="pass an int from 1 on"):
+    with pytest.raises(PatchError, match="an int of at least 1"):
         fastpack.patch(BUILD["sft"](tmp_path), max_tokens=0)
     odd: Any = {"same_steps": "no"}
     with pytest.raises(PatchError, match="same_steps='no'; pass True or False"):

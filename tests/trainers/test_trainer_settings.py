@@ -141,7 +141,7 @@ def test_a_wrapped_collator_and_two_packings(tmp_path: Path) -> None:
 def test_the_report_says_that_nothing_is_dropped(tmp_path: Path) -> None:
     trainer = fastpack.patch(sft(tmp_path, dataloader_drop_last=True), max_tokens=60)
     assert sum(total(batch) for batch in trainer.get_train_dataloader()) == sum(lengths_of(trainer.train_dataset))
-    assert "dataloader_drop_last drops none" in repr(fastpack.report(trainer))
+    assert "dataloader_drop_last drops no batch" in repr(fastpack.report(trainer))
     assert "dataloader_drop_last" not in str(fastpack.report(fastpack.patch(sft(tmp_path), max_tokens=60)))
 
 
@@ -229,7 +229,7 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(PatchError, match=f"train_sampling_strategy='{order}' asks for an order of the data"):
             fastpack.patch(ordered, max_tokens=60)
         assert fastpack.patch(ordered, max_tokens=TokenBudget(60, same_steps=True)) is ordered
-    with pytest.raises(PatchError, match="same_steps leaves the trainer its own batches"):
+    with pytest.raises(PatchError, match="same_steps keeps the batches of the trainer"):
         fastpack.patch(sft(tmp_path), max_tokens=TokenBudget(20, same_steps=True, too_long="truncate"))
     packing = SFTTrainer(
         policy(),
@@ -237,9 +237,9 @@ def test_refused(tmp_path: Path) -> None:
         train_dataset=texts(),
         processing_class=word_tokenizer(),
     )
-    with pytest.raises(PatchError, match="packing made rows of several examples"):
+    with pytest.raises(PatchError, match="packing joined examples in one row"):
         fastpack.patch(packing, max_tokens=TokenBudget(30, too_long="truncate"))
-    with pytest.raises(PatchError, match="SFTTrainer: packing makes one row of a batch; leave it off, or leave same"):
+    with pytest.raises(PatchError, match="SFTTrainer: packing joins a batch into one row; turn it off, or leave same"):
         fastpack.patch(packing, max_tokens=TokenBudget(80, same_steps=True))
     assert fastpack.patch(packing, max_tokens=80) is packing
 
@@ -253,7 +253,7 @@ def test_same_steps_need_rows(known: bool, tmp_path: Path) -> None:
     budget = TokenBudget(75, same_steps=True)
     if known:
         trainer = Trainer(policy(), data_collator=fastpack.with_packed_seq_lens(flattening), **inputs)
-        with pytest.raises(PatchError, match="DataCollatorWithFlattening makes one row of a batch"):
+        with pytest.raises(PatchError, match="DataCollatorWithFlattening joins a batch into one row"):
             fastpack.patch(trainer, max_tokens=budget)
         assert not fastpack.is_patched(trainer.model), "nothing was changed"
         fastpack.patch(trainer, max_tokens=75).train()

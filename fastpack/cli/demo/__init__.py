@@ -1,4 +1,4 @@
-"""``fastpack demo``: a tiny model trained stock, on padded batches, and patched; no network, no arguments.
+"""``fastpack demo``: train a tiny model stock, on padded batches, then patched; needs no network or arguments.
 
 Both runs are ``fastpack sft`` with the same seed, weights and batches, in float32. Each has its own process, so their
 peak memory can be compared. The losses must agree.
@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-"""One thread: several wait for each other many times a step, so other work on the machine would slow a run more."""
+"""One thread: several threads would wait for each other often, so other work on the machine would slow a run more."""
 
 
 WHAT = "Train a tiny Llama on made-up instruction data, padded and stock, then patched, and compare."
@@ -56,7 +56,7 @@ PICTURE = "fastpack-demo.png"
 FLAGS: dict[str, dict[str, Any]] = {
     "--steps": {"type": at_least(WARM_UP + 1), "default": 24, "help": "optimizer steps of each run (default: 24)"},
     "--rows": {"type": at_least(BATCH_SIZE), "default": 384, "help": "rows of the data set (default: 384)"},
-    "--seed": {"type": int, "default": 0, "help": "of data, weights and order (default: 0)"},
+    "--seed": {"type": int, "default": 0, "help": "seed of data, weights and order (default: 0)"},
     "--plot": {
         "type": Path,
         "default": Path(PICTURE),
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     from fastpack.cli.demo.output import (
         print_results,
         save_plot,
-    )  # it imports matplotlib, which making the data does not need
+    )  # it imports matplotlib, which the data doesn't need
 
     results = compare(rows=args.rows, steps=args.steps, seed=args.seed)
     save_plot(results, args.plot)

@@ -38,7 +38,7 @@ def _costs(results: dict[str, Any]) -> Table:
     speed = [f"{speeds[name]:,.0f}" for name in ("stock", "patched")]
     table.add_row("real tokens/s (median step)", *speed, f"{results['speed_ratio']:.2f}x")
     table.add_row("tokens through the layers", f"{slots:,}", f"{real:,}", f"{real / slots:.2f}x")
-    table.add_row("of these padding", f"{results['padding_share']:.0%}", "0%", "")
+    table.add_row("padding among these", f"{results['padding_share']:.0%}", "0%", "")
     if memory["stock"] is not None:
         peaks = [f"{memory[name] / 2**30:.2f} GiB" for name in ("stock", "patched")]
         ratio = f"{memory['patched'] / memory['stock']:.2f}x"

@@ -81,7 +81,7 @@ class MetricsCallback(TrainerCallback):
         self._waiting.start()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Sum up the totals for a checkpoint; an evaluation may lead to one too."""
+        """Sum up the totals for a checkpoint, which an evaluation may cause too."""
         if control.should_save or control.should_evaluate or self._steps == _LONGEST:
             self._collect()
             state.stateful_callbacks[_STATE] = dict(self.totals)
@@ -185,12 +185,12 @@ def attach(trainer: Any, *, peak_flops: float | None = None) -> MetricsCallback:
         trainer: a trainer of transformers or TRL that is built and not yet training. Patch it before or after. MFU
             counts the parameters that train at the time of this call.
         peak_flops: the operations a second that one device can do, for ``fastpack/mfu``. By default, the maker's number
-            for bfloat16 (:mod:`~.peaks`); there is no ``mfu`` for a CPU or for a device that is not in that table.
+            for bfloat16 (:mod:`~.peaks`); there is no ``mfu`` for a CPU or for a device without a number there.
             ``fastpack.bench.ceiling.measure().flops`` is the rate of a large matmul on this device.
 
     Returns:
-        The callback. It runs before all callbacks but the trainer's own, so that reporters see its metrics. To remove
-        it, call ``close()`` and ``trainer.remove_callback``.
+        The callback. It runs before all callbacks except the trainer's own, so that reporters see its metrics. To
+        remove it, call ``close()`` and ``trainer.remove_callback``.
 
     Raises:
         TypeError: ``trainer`` is not a trainer.
@@ -198,7 +198,7 @@ def attach(trainer: Any, *, peak_flops: float | None = None) -> MetricsCallback:
         ValueError: ``peak_flops`` is not a positive number.
 
     Warns:
-        FastpackWarning: there is no ``mfu``, since a part of the model has no formula here.
+        FastpackWarning: there is no ``mfu``, since fastpack has no formula for a part of the model.
 
     Example:
         >>> callback = fastpack.metrics.attach(trainer)

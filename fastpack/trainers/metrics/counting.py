@@ -30,8 +30,8 @@ class BatchCounts:
     Attributes:
         real: the real tokens.
         slots: the real tokens and padding.
-        trained: the labels that a token predicts in the loss, including one after each text if padding has labels; None
-            if the batch has no label for each token.
+        trained: the labels that are predicted in the loss, including the first padding label after each text if padding
+            has labels; None if the batch has no label for each token.
         pairs: for each window, the number of pairs of a token and a token that it sees.
     """
 
@@ -43,16 +43,16 @@ class BatchCounts:
 
 @torch.no_grad()
 def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) -> BatchCounts:
-    """Count a batch as the model gets it.
+    """Count the tokens and the pairs of a batch, as the model gets it.
 
     Sequence starts are read from ``position_ids``, ``seq_idx``, ``packed_seq_lens`` or ``cu_seq_lens_q``, or from the
-    (segment) mask; without any of them, each row is one sequence. This function doesn't check that they agree; a
-    patched model does.
+    (segment) mask; without any of them, each row is one sequence. This function doesn't check that these inputs agree;
+    a patched model does.
 
     Args:
         batch: the model's keyword arguments, with ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, H]``.
-        windows: for each window, the most tokens that a token sees, itself included; None for all tokens of its
-            sequence up to it.
+        windows: for each window, the largest number of tokens that a token sees, itself included; None if a token sees
+            all tokens of its sequence up to itself.
     """
     batch = _with_numbers(batch)
     rows, columns = _shape(batch)
@@ -71,7 +71,7 @@ def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) ->
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:
-    """Return the peak memory so far in bytes, and how it was measured: torch's on a GPU, else the process's or None."""
+    """Return the peak memory so far in bytes (torch's on a GPU, else the process's or None) and how it was measured."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {torch.cuda.get_device_name(device)}"
     resident = resident_bytes()
@@ -113,7 +113,7 @@ def _with_numbers(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     packed = packed.to(_source(batch).device, non_blocking=True)
     real = packed.padding.mask()
     if real is None and _positions(batch) is not None:
-        return batch  # positions say the same, and also which tokens TRL rounded the batch up with
+        return batch  # positions say the same, and also which tokens TRL added to round the batch up
     numbers = packed.repad(packed.seq_idx + 1).reshape(shape)
     return {**batch, "attention_mask": numbers if real is None else numbers * real}
 
@@ -138,7 +138,7 @@ def _mask(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _positions(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the positions ``[1, S]`` or ``[B, S]``, or None; of positions along several axes, the first axis."""
+    """Return the positions ``[1, S]`` or ``[B, S]``, or None; the first axis if there are several."""
     positions = batch.get("position_ids")
     if positions is None:
         return None

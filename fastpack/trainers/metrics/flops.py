@@ -1,14 +1,15 @@
 """Count a model's floating-point operations for a token, and for a pair of tokens, for MFU.
 
-"Model FLOPs" are those of Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. They count matmuls only, two
-operations for a multiplication and its addition, and nothing that is computed twice, by checkpointing or in attention's
-backward. A linear layer costs 2 x inputs x outputs a token forward, as much for the gradient of its input, and as much
-for that of its weight if it trains. Attention costs 2 (D_k + D_v) for each head and each pair of a token and one that
-it sees, and twice that backward. LoRA's A and B are linear layers. A token pays for the experts that it is routed to,
-and every token for the head. Modules that embed images or sound are not counted.
+"Model FLOPs" are those of Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. Only matmuls count, with two
+operations for a multiplication and its addition. Work that checkpointing or attention's backward repeats does not count
+again. For each token, the forward of a linear layer costs 2 x inputs x outputs. The gradient of its input costs the
+same, and so does the gradient of its weight if the weight trains. Attention costs 2 (D_k + D_v) for each head and each
+pair of a token and a token that it sees; the backward costs twice as much. LoRA's A and B are linear layers. A token
+counts the experts that it is routed to, and every token counts the head. Modules that embed images or sound are not
+counted.
 
-Gradients of inputs are counted from the lowest layer on that trains anything, including that whole layer. This is a few
-matmuls too many there if no embedding trains.
+Gradients of inputs are counted from the lowest layer on that has trained parameters, and for all of that layer. If no
+embedding trains, this counts a few matmuls too many in that layer.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class ModelFlops:
 
     Attributes:
         per_token: the operations of all linear layers for one token.
-        per_pair: the operations of attention for one pair of a token and a token that it sees, summed over the layers
-            of each window. A key is the window, the most tokens that a query sees, itself included; None for all
-            tokens up to it.
+        per_pair: for each window, the operations of attention for one pair of a token and a token that it sees, summed
+            over the layers with that window. A window is the largest number of tokens that a query sees, itself
+            included; None if it sees all tokens up to itself.
     """
 
     per_token: int
@@ -55,10 +56,10 @@ class ModelFlops:
 def read_flops(model: nn.Module) -> ModelFlops:
     """Return the operations of a transformers model, plain or wrapped by PEFT.
 
-    They depend on the parameters that train now and on the active adapters.
+    The operations depend on the parameters that train now and on the active adapters.
 
     Raises:
-        UnsupportedModelError: the model is not one of transformers, or a part of it has no formula here.
+        UnsupportedModelError: the model is not one of transformers, or fastpack has no formula for a part of it.
     """
     parts = find_parts(model)
     backbone = parts.backbone
@@ -85,7 +86,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _linear(block: nn.Module, config: ConfigLike, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
-    """Return the operations a token of a block's linear layers, without those inside the modules of ``leave``."""
+    """Return a token's operations in the linear layers of a block, without the modules in ``leave``."""
     return sum(2 * size * (1 + input_grad + trains) for size, trains in _weights(block, config, {*map(id, leave)}))
 
 

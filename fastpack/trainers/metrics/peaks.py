@@ -1,9 +1,9 @@
 """Peak rates of chips for dense bfloat16 matmuls with float32 sums, in operations a second.
 
-The numbers are the makers', halved if they are "with sparsity": "NVIDIA H100 Tensor Core GPU Datasheet" (SXM, PCIe,
-NVL), "NVIDIA GH200 Grace Hopper Superchip" and "NVIDIA H200 Tensor Core GPU Datasheet", "NVIDIA A100 Tensor Core GPU
-Datasheet", "NVIDIA A30" and "NVIDIA A10" product briefs, "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets, "NVIDIA
-Blackwell Architecture Technical Brief" (HGX B200), "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU
+The numbers are the makers'; numbers "with sparsity" are halved. The sources are "NVIDIA H100 Tensor Core GPU Datasheet"
+(SXM, PCIe, NVL), "NVIDIA GH200 Grace Hopper Superchip" and "NVIDIA H200 Tensor Core GPU Datasheet", "NVIDIA A100 Tensor
+Core GPU Datasheet", "NVIDIA A30" and "NVIDIA A10" product briefs, "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets,
+"NVIDIA Blackwell Architecture Technical Brief" (HGX B200), "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU
 Architecture" white papers (GeForce, appendix A), "AMD Instinct MI300X" data sheet.
 
 Chips without bfloat16 matmuls (T4, V100) are left out, and so are AMD's MI250X and MI250, which report the same name,
@@ -37,7 +37,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 _OTHER_CHIPS = frozenset({"D", "Laptop", "SUPER", "Ti"})
 """Words that mark another chip: the RTX 4090 D is slower than the RTX 4090."""
 _PARTS = re.compile(r"\b(MIG|GRID|vGPU)\b|-\d+[ABCQ]\b")
-"""The pattern of names that stand for a part of a chip: ``NVIDIA A10-4Q`` is a sixth of one."""
+"""The pattern of names that stand for a part of a chip: ``NVIDIA A10-4Q`` is a sixth of an A10."""
 
 
 def peak_of(name: str) -> float | None:

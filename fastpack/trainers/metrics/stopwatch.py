@@ -11,9 +11,9 @@ import torch
 class Stopwatch:
     """A stopwatch that adds up spans of time.
 
-    On a GPU, a span starts and ends with an event in the current stream. Host work that is hidden behind the device's
-    work takes no time. Work that the host enqueues far ahead takes the time that it takes on the device. On a CPU, a
-    span is measured by the host's clock.
+    On a GPU, a span starts and ends with an event in the current stream. Host work that overlaps with the device's work
+    adds no time. Work that the host enqueues far ahead counts with its time on the device. On a CPU, a span is measured
+    by the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Stopwatch:
         self._begin = None
 
     def take(self) -> float:
-        """Return the seconds of all spans since the last call, once the device has reached the end of the last one."""
+        """Wait for the device to end the last span, and return the seconds of all spans since the last call."""
         spans, self._spans = self._spans, []
         if self._device.type != "cuda":
             return sum(end - begin for begin, end in spans)

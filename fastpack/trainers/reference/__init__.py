@@ -8,8 +8,8 @@
 
     dataset = with_reference_log_probs(dataset, reference, folder="ref")  # for your own training loop
 
-The folder is a cache of one reference. A second run with the same model and data computes nothing, new examples are
-computed and added, and another model is an error that says what differs. ``columns`` has the two functions, ``compute``
+The folder is a cache of one reference. A second run with the same model and data computes nothing. New examples are
+computed and added. Another model raises an error that says what differs. ``columns`` has the two functions, ``compute``
 runs the model, and ``cache`` reads and writes the folder and identifies the reference.
 """
 

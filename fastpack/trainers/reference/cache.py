@@ -7,13 +7,13 @@
 The file is written under another name and then renamed, so if a run is killed, the folder still has everything that it
 had before. A cache belongs to one reference, which is identified by everything that decides its values:
 
-- every weight: a SHA-256 of the ``state_dict`` with 4-bit scales and tables, without adapters that are off, under the
-  names of the bare model, so a base under PEFT is the same reference as that model alone;
+- every weight: a SHA-256 of the ``state_dict`` with 4-bit scales and tables, without adapters that are off. Names are
+  those of the model without PEFT, so a base under PEFT is the same reference as that model alone;
 - the class and the config, without entries that don't affect values (names, versions, special tokens of generation);
 - the config of the adapter that is on in the reference, if there is one;
 - autocast's dtype.
 
-Whatever changes only the rounding (attention kernel, batch, device) is left out.
+Settings that change only the rounding (attention kernel, batch, device) are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastpack.utils.sharding import is_partitioned
 
 FILE = "log_probs.json"
 FORMAT = "2"  # changes whenever ids or values are computed in another way
-# entries of configs that don't affect log-probabilities, and that trainers and versions change
+# config entries that don't affect log-probabilities, but differ between trainers and versions
 _IRRELEVANT = frozenset(
     (
         "_name_or_path",
@@ -75,10 +75,10 @@ class ReferenceCache:
     reference: Mapping[str, str]
 
     def load(self) -> dict[str, float]:
-        """Return all log-probabilities, in nats by the sequence's id; empty if there is no cache yet.
+        """Return all log-probabilities, in nats, by the sequence's id; empty if there is no cache yet.
 
         Raises:
-            ReferenceCacheError: the file is another reference's, or can't be read.
+            ReferenceCacheError: the file belongs to another reference, or can't be read.
         """
         path = self.folder / FILE
         try:
@@ -116,7 +116,7 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
-    """Return the identity of a reference: values by name that differ from those of any other reference.
+    """Return the identity of a reference: values by name, of which at least one differs for any other reference.
 
     This reads every weight once. Autocast's dtype is the one at the time of the call.
 
@@ -126,8 +126,8 @@ def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
 
     Raises:
         UnsupportedModelError: the model has no head over a vocabulary.
-        PatchError: weights are partitioned, offloaded or merged with an adapter's; adapters can't be switched; or there
-            is no adapter of that name.
+        PatchError: weights are partitioned, offloaded, or merged with an adapter's weights; adapters can't be switched;
+            or there is no adapter of that name.
     """
     head = find_parts(model).head
     if head is None or head.get_output_embeddings() is None:
@@ -151,7 +151,7 @@ def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
 
 
 def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a config's entries as JSON by name, without those that don't affect values, also in nested configs."""
+    """Return a config's entries as JSON by name, without irrelevant entries, also in nested configs."""
     text = json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     entries = json.loads(text, object_hook=lambda node: {k: v for k, v in node.items() if k not in _IRRELEVANT})
     return {f"{prefix}.{name}": json.dumps(value, sort_keys=True) for name, value in entries.items()}
@@ -163,7 +163,7 @@ def _weights(model: nn.Module, head: nn.Module, adapter: str | None) -> Iterator
     if wrappers and not is_peft(model):
         raise PatchError(
             f"this {type(model).__name__} has adapters inside, but is no PeftModel, so the reference's adapters can't "
-            "be switched on. Wrap it by peft.get_peft_model, or pass the model without adapters."
+            "be switched on. Wrap it with peft.get_peft_model, or pass the model without adapters."
         )
     if any(getattr(module, "merged_adapters", None) for module in head.modules()):
         raise PatchError("adapters are merged into the weights of the base: call model.unmerge_adapter() first.")
@@ -173,7 +173,7 @@ def _weights(model: nn.Module, head: nn.Module, adapter: str | None) -> Iterator
         if tensor.device.type == "meta" or is_partitioned(tensor) or hasattr(tensor, "placements"):
             raise PatchError(
                 f"{name} is offloaded or spread over processes, but a reference is identified by all of its weights. "
-                "Call this before the model is sharded, on each rank with a whole one."
+                "Call this before the model is sharded, with the whole model on each rank."
             )
         path = name.split(".")
         added = "modules_to_save" in path or any(

@@ -1,4 +1,4 @@
-"""Add columns of reference log-probabilities to data sets, also to those of TRL's trainers."""
+"""Add columns of reference log-probabilities to data sets, including the data sets of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def with_reference_log_probs(
     its tokens, in nats: a float64 sum of float32 values.
 
     Each sequence is identified by a digest of its ids and its tokens' weights. So order, filters, batches and splits
-    don't matter, and whatever changes the ids (template, tokenizer, truncation) makes another sequence. The folder has
-    one reference (:mod:`~.cache` explains what identifies it). Missing values are computed and added every few batches,
-    so little is lost if a run is killed. Under ``torch.distributed``, each rank computes a share, the first rank reads
-    and writes the folder, and all ranks get all values.
+    don't matter. A change of the ids (by template, tokenizer or truncation) makes another sequence. The folder has one
+    reference (:mod:`~.cache` explains what identifies it). Missing values are computed and added every few batches, so
+    little is lost if a run is killed. Under ``torch.distributed``, each rank computes a share, the first rank reads and
+    writes the folder, and all ranks get all values.
 
-    While it computes, the model is patched, in evaluation mode and without gradients; afterwards it is as it was.
-    LLM.int8 picks outliers over a whole batch, so its values depend on the batch, as they always do.
+    During the computation the model is patched, in evaluation mode and without gradients; afterwards it is restored.
+    LLM.int8 always picks outliers over a whole batch, so its values depend on the batch.
 
     Args:
         dataset: a ``datasets.Dataset`` with TRL's columns: ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` (or
@@ -57,8 +57,8 @@ def with_reference_log_probs(
         model: the reference, a causal LM that :func:`fastpack.patch` covers: plain, 4-bit, or a PEFT model, whose base
             is then the reference. It computes under autocast if autocast is on.
         folder: the folder of the cache; it is created if it doesn't exist.
-        collator: a collator of padded batches with ``input_ids``, ``attention_mask`` and ``completion_mask``, as TRL's.
-            Its sequences are scored, with its truncation. None to score the examples as they are.
+        collator: a collator of padded batches with ``input_ids``, ``attention_mask`` and ``completion_mask``, such as
+            TRL's. Its sequences are scored, with its truncation. None to score the examples as they are.
         adapter: the name of the PEFT adapter that is on in the reference; None for the base alone.
         ld_alpha: LD-DPO's factor on tokens of a pair's longer completion beyond the shorter one's length; None for 1.
         max_tokens: the largest number of tokens in a batch; a longer sequence is a batch of its own.
@@ -69,10 +69,10 @@ def with_reference_log_probs(
         ``ref_KL_logps``.
 
     Raises:
-        ReferenceCacheError: the cache is another reference's (the message says what differs) or can't be read, and was
-            not changed; a log-probability is not finite; ranks hold different models or data.
-        PackingError: an example can't be read, or the data set has such columns already; ``max_tokens`` is not
-            positive.
+        ReferenceCacheError: the cache belongs to another reference (the message says what differs) or can't be read; it
+            is not changed. Or a log-probability is not finite; ranks hold different models or data.
+        PackingError: an example can't be read, or the data set already has columns of these names; ``max_tokens`` is
+            not positive.
         UnsupportedModelError: fastpack doesn't cover the model, or the model has no head over a vocabulary.
         PatchError: the model can't be the reference in its present state; the message says why.
 
@@ -93,10 +93,10 @@ def precompute(trainer: T, *, folder: str | Path, max_tokens: int = 16384, progr
     sets get the columns, and the loss reads them. A reference model of the trainer's own (``trainer.ref_model``) is
     freed; the base of a PEFT policy (or TRL's copy of its adapter, ``ref``) stays.
 
-    It scores the batches of ``trainer.data_collator``, with its truncation, under the trainer's autocast. A data set
-    that is passed to ``trainer.evaluate`` later gets its columns too, if the reference is a part of the policy that did
-    not change (PEFT's ``bias="all"`` trains the base). If the reference model was freed, this is an error: make the
-    data set the trainer's ``eval_dataset`` before.
+    It scores the batches of ``trainer.data_collator``, with its truncation, under the trainer's autocast. If the
+    reference is an unchanged part of the policy, a data set that is passed to ``trainer.evaluate`` later gets its
+    columns too (PEFT's ``bias="all"`` changes the base). If the reference model was freed, ``evaluate`` raises: make
+    the data set the trainer's ``eval_dataset`` beforehand.
 
     Args:
         trainer: the trainer as TRL built it, patched or not.
@@ -108,8 +108,8 @@ def precompute(trainer: T, *, folder: str | Path, max_tokens: int = 16384, progr
         ``trainer`` itself.
 
     Raises:
-        PatchError: it is another trainer, it has no reference, its reference changes while it trains
-            (``sync_ref_model``), or it is sharded. The trainer has not changed when this or any other error is raised.
+        PatchError: the trainer is of another class, has no reference, is sharded, or changes its reference during
+            training (``sync_ref_model``). After this and all other errors, the trainer is unchanged.
         MissingReferenceError: raised later, by ``evaluate``, for a new data set after the reference was freed.
 
         All errors of :func:`with_reference_log_probs` may be raised too.
@@ -177,7 +177,7 @@ def _check(trainer: TrainerLike) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise PatchError(
             "the trainer runs on DeepSpeed or FSDP, where a model is sharded, or not on its device yet. Call "
-            "with_reference_log_probs on its data sets in a run without them, and pass those to the trainer."
+            "with_reference_log_probs in a run without both, and pass the data sets that it returns to the trainer."
         )
 
 
@@ -244,7 +244,7 @@ def _computed(
             examples, row, column = missing[bad[0]]
             raise ReferenceCacheError(
                 f"the reference gives {len(bad)} log-probabilities that are not finite, for instance in example {row} "
-                f"of {examples.name} ({examples.columns[column]}). Neither they nor the others of their block were "
+                f"of {examples.name} ({examples.columns[column]}). No value of their block was "
                 "saved. Try a wider dtype for the reference."
             )
         yield block

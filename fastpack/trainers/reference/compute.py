@@ -1,4 +1,4 @@
-"""The sequences of preference data as a collator makes them, and their log-probabilities without padding.
+"""Read the sequences of preference data as a collator makes them, and compute their log-probabilities.
 
 Shape suffixes: L tokens of a sequence, N sequences, T tokens of all of them, V vocabulary.
 """
@@ -69,7 +69,7 @@ class Examples:
     Attributes:
         dataset: a ``datasets.Dataset``.
         name: the data set's name in messages.
-        collator: the collator that makes batches of the examples; None to take the examples as they are.
+        collator: the collator that makes batches of the examples; None to use the examples as they are.
         ld_alpha: LD-DPO's factor on tokens of a pair's longer completion beyond the shorter one's length; None for 1.
     """
 
@@ -121,9 +121,9 @@ class Examples:
             raise PackingError(f"example {row} of {self.name}: {error}") from error
         if len(sequences) != len(self.columns):
             raise PackingError(
-                f"example {row} of {self.name}: the collator made {len(sequences)} sequences [B, S] of it with "
-                f"input_ids, attention_mask and completion_mask, for {', '.join(self.columns)}. Pass TRL's collator "
-                "for preferences (trainer.data_collator), or none."
+                f"example {row} of {self.name}: the collator made {len(sequences)} sequences [B, S] with input_ids, "
+                f"attention_mask and completion_mask, but each of {', '.join(self.columns)} needs one. Pass TRL's "
+                "collator for preferences (trainer.data_collator), or none."
             )
         if self.ld_alpha is not None and self.columns == PAIR_COLUMNS:
             shared = min(int(sequence.weights.sum()) for sequence in sequences)
@@ -135,7 +135,7 @@ class Examples:
 def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[Scored]:
     """Return a prompt with each of its completions, not truncated.
 
-    A judged completion is handled as a pair with the completion for its KL.
+    A judged completion and its KL completion are handled as a pair.
     """
     if columns != PAIR_COLUMNS:
         chosen, rejected = example["completion_ids"], example.get("KL_completion_ids", example["completion_ids"])
@@ -147,7 +147,7 @@ def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[S
 
 
 def _collated(batch: Mapping[str, Any]) -> list[Scored]:
-    """Return the sequences of TRL's padded batch, tensors ``[B, S]``: the completions, then those for the KL."""
+    """Return the sequences of TRL's padded batch of tensors ``[B, S]``: the completions, then the KL completions."""
     sequences = []
     for prefix in ("", "KL_"):
         names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
@@ -184,7 +184,7 @@ def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
 
 @contextmanager
 def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
-    """Switch the adapters to those of the reference; at the end restore them, and which parameters train."""
+    """Switch to the reference's adapters; at the end restore the adapters and each parameter's ``requires_grad``."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     active = None if adapter is None else model.base_model.active_adapter
     try:
@@ -196,7 +196,7 @@ def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
         if adapter is not None:
             model.base_model.set_adapter(active)
         for parameter, on in trained:
-            parameter.requires_grad_(on)  # PEFT sets it when it switches adapters
+            parameter.requires_grad_(on)  # PEFT changes it when it switches adapters
 
 
 def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored]) -> Tensor:
