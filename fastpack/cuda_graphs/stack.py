@@ -118,12 +118,12 @@ class Stack:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether gradient checkpointing is on."""
+        """True if gradient checkpointing is on."""
         return any(m.gradient_checkpointing and m.training for m in self._checkpointed)
 
     @property
     def checkpoints_reentrantly(self) -> bool:
-        """Whether reentrant gradient checkpointing is on."""
+        """True if reentrant gradient checkpointing is on."""
         return any(m.gradient_checkpointing and checkpointing(m) == "reentrant" for m in self._checkpointed)
 
     def work(self, backbone: ModelLike) -> float:

@@ -280,7 +280,7 @@ class Family:
 
     @property
     def needs_packing_context(self) -> bool:
-        """Whether some modules must get the packing in another way than by keyword."""
+        """True if some modules must get the packing in another way than by keyword."""
         return self.drops_packing or self.repadded or bool(self.mixers)
 
     @property

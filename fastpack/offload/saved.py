@@ -78,7 +78,7 @@ class SavedStorage:
 
     @property
     def is_here(self) -> bool:
-        """Whether the device memory is not freed yet; :meth:`fetch` then returns memory that the caller doesn't own."""
+        """True while the device memory is not freed; :meth:`fetch` then returns memory that the caller doesn't own."""
         return self._device is not None
 
     def next_needed(self) -> SavedStorage | None:

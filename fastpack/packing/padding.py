@@ -39,7 +39,7 @@ class Padding:
 
     @property
     def is_packed_row(self) -> bool:
-        """Whether the batch came as one row ``[1, T]`` without padding, so that un-padding changes nothing."""
+        """True if the batch came as one row ``[1, T]`` without padding, so that un-padding changes nothing."""
         return self.indices is None and (self.batch_shape is None or self.batch_shape[0] == 1)
 
     def mask(self) -> Tensor | None:
