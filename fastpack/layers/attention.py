@@ -92,7 +92,7 @@ def attend_heads(
 
     Args:
         module: the attention module.
-        spec: the form of its family's attention.
+        spec: the attention's spec in its family's row.
         runtime: settings of the patched model.
         projected: the outputs of :func:`project_qkv`.
         position_embeddings: cos and sin, ``[1, T, R]``, or None.

@@ -1,6 +1,6 @@
 """Packed attention for modules that keep their own forward: an implementation in transformers' interface.
 
-Attention modules of a known form get a whole forward instead, from :mod:`fastpack.layers.attention`.
+Attention modules with a spec get a whole forward instead, from :mod:`fastpack.layers.attention`.
 """
 
 from __future__ import annotations

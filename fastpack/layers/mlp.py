@@ -41,7 +41,7 @@ def mlp_block(
 
     Args:
         module: the MLP.
-        spec: the form of its family's MLP.
+        spec: the MLP's spec in its family's row.
         runtime: settings of the patched model.
         x: ``[T, hidden]``.
         norm: the norm before the MLP, or None.

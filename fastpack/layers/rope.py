@@ -26,7 +26,7 @@ def normalise_and_rotate(
 
     Args:
         module: the attention module.
-        spec: the form of its family's attention.
+        spec: the attention's spec in its family's row.
         runtime: settings of the patched model.
         q: ``[T, H, D]``.
         k: ``[T, K, D]``; K may be 0.

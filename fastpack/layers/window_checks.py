@@ -23,8 +23,8 @@ from fastpack.utils.classes import mentions, stock_class
 from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import replacement_on
 
-Form = Any
-"""The form of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or None if it is not known."""
+MixingSpec = Any
+"""The spec of a module that mixes tokens: one of attention, a :class:`MixerSpec`, or None if it is not known."""
 
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _RECURRENT = ("linear_attention", "conv")
@@ -33,18 +33,18 @@ EARLIER = {"mamba": "linear_attention", "attention": FULL}
 """Names of layer types in configs of Granite's and Nemotron's hybrids before transformers 5.13, with today's names."""
 
 
-def window_of(module: nn.Module, form: Form) -> int | None:
+def window_of(module: nn.Module, spec: MixingSpec) -> int | None:
     """Return the window that an attention module was built with, or None."""
-    if not isinstance(form, AttentionSpec) and not hasattr(module, "sliding_window"):
+    if not isinstance(spec, AttentionSpec) and not hasattr(module, "sliding_window"):
         forward = inspect.unwrap(stock_class(module).forward)
         reads_config = "sliding_window" in forward.__code__.co_consts  # the name in a getattr
         window = getattr(module.config, "sliding_window", None) if reads_config else None
         return window if isinstance(window, int) else None
     flag = "is_sliding" if hasattr(module, "is_sliding") else None  # EXAONE 4 has a window in every layer
-    spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window", window_if=flag)
-    if spec.window is None or (spec.window_if is not None and not getattr(module, spec.window_if)):
+    attention = spec if isinstance(spec, AttentionSpec) else AttentionSpec(window="sliding_window", window_if=flag)
+    if attention.window is None or (attention.window_if is not None and not getattr(module, attention.window_if)):
         return None
-    window = attrgetter(spec.window)(module) if hasattr(module, spec.window.split(".")[0]) else None
+    window = attrgetter(attention.window)(module) if hasattr(module, attention.window.split(".")[0]) else None
     return window if isinstance(window, int) else None
 
 
@@ -53,7 +53,7 @@ def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str)
 
     Args:
         module: the mixer.
-        spec: the form of its family's mixer.
+        spec: the mixer's spec in its family's row.
         name: ``spec.window`` or ``spec.chunk``: the attribute that holds the size, or None.
         kind: the type in ``layer_types`` of layers with a window, or of layers with chunks.
     """
@@ -64,20 +64,20 @@ def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str)
     return size if kinds is None or spec.in_every_layer or kinds[module.layer_idx] == kind else None
 
 
-def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
+def narrowest_window(backbone: Any, specs: Mapping[int, MixingSpec]) -> int | None:
     """Return the size of the narrowest window or chunk of all layers, in tokens, or None if no layer has one.
 
     Args:
         backbone: the decoder.
-        forms: the form of each module that mixes tokens, by the module's ``id``; empty if these modules are not known.
+        specs: the spec of each module that mixes tokens, by the module's ``id``; empty if these modules are not known.
     """
-    sizes = [] if forms else [getattr(backbone.config.get_text_config(decoder=True), "sliding_window", None)]
+    sizes = [] if specs else [getattr(backbone.config.get_text_config(decoder=True), "sliding_window", None)]
     for module in backbone.modules():
-        form = forms.get(id(module))
-        if isinstance(form, MixerSpec):
-            sizes += [masked_size(module, form, form.window, SLIDING), masked_size(module, form, form.chunk, CHUNKED)]
-        elif id(module) in forms:
-            sizes.append(window_of(module, form))
+        spec = specs.get(id(module))
+        if isinstance(spec, MixerSpec):
+            sizes += [masked_size(module, spec, spec.window, SLIDING), masked_size(module, spec, spec.chunk, CHUNKED)]
+        elif id(module) in specs:
+            sizes.append(window_of(module, spec))
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -89,20 +89,20 @@ class WindowMismatch:
     mend: str
 
 
-def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[WindowMismatch]:
+def misplaced(backbone: Any, specs: Mapping[int, MixingSpec]) -> Iterator[WindowMismatch]:
     """Yield a mismatch for each layer whose window is not the window that its place and the config require.
 
     Args:
         backbone: the decoder.
-        forms: the form of each module that mixes tokens, by the module's ``id``.
+        specs: the spec of each module that mixes tokens, by the module's ``id``.
     """
     for name, module in backbone.named_modules(remove_duplicate=False):
-        if id(module) not in forms:
+        if id(module) not in specs:
             continue
         owner, place = _placed(backbone, name)
         if place is None or not _masks_by_place(owner):
             continue
-        mismatches = (_mismatch(config, name, module, forms[id(module)], place) for config in _configs(backbone, owner))
+        mismatches = (_mismatch(config, name, module, specs[id(module)], place) for config in _configs(backbone, owner))
         yield from itertools.islice(filter(None, mismatches), 1)
 
 
@@ -118,19 +118,19 @@ def _configs(backbone: Any, owner: Any) -> list[Any]:
     return [own] if outer is own else [own, outer]
 
 
-def _mismatch(config: ConfigLike, name: str, module: nn.Module, form: Form, place: int) -> WindowMismatch | None:
+def _mismatch(config: ConfigLike, name: str, module: nn.Module, spec: MixingSpec, place: int) -> WindowMismatch | None:
     kinds = [EARLIER.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
     if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
         return None
     expected, size = kinds[place], getattr(config, "sliding_window", None)
     if expected == SLIDING and size is None:
         return None
-    own = _kind(module, form, kinds, expected)
+    own = _kind(module, spec, kinds, expected)
     if own not in (None, expected):
         setting = f"config.layer_types[{place}], from which the stock model makes its mask, says {expected}"
         setting += ", whose mask lets attention see later tokens" if expected in _RECURRENT else ""
         return WindowMismatch(f"{name} was built for {own}, but {setting}", MEND)
-    own_size = None if expected != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
+    own_size = None if expected != SLIDING or isinstance(spec, MixerSpec) else window_of(module, spec)
     if own_size not in (None, size):
         setting = f"config.sliding_window, from which the stock model makes its mask, says {size}"
         return WindowMismatch(
@@ -139,23 +139,23 @@ def _mismatch(config: ConfigLike, name: str, module: nn.Module, form: Form, plac
     return None
 
 
-def forms_of(backbone: nn.Module) -> dict[int, Form]:
-    """Return the forms of a patched backbone's token-mixing modules, by the module's ``id``."""
-    forms: dict[int, Form] = {}
+def specs_of(backbone: nn.Module) -> dict[int, MixingSpec]:
+    """Return the specs of a patched backbone's token-mixing modules, by the module's ``id``."""
+    specs: dict[int, MixingSpec] = {}
     for module in backbone.modules():
         replacement = replacement_on(module)
-        form = None if replacement is None or not isinstance(replacement.spec, _FORMS) else replacement.spec
-        if form is not None or stock_config(module) is not None:
-            forms[id(module)] = form
-    return forms
+        spec = None if replacement is None or not isinstance(replacement.spec, _MIXING_SPECS) else replacement.spec
+        if spec is not None or stock_config(module) is not None:
+            specs[id(module)] = spec
+    return specs
 
 
-_FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
+_MIXING_SPECS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
 
 
-def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
+def refuse_misplaced(backbone: nn.Module, specs: Mapping[int, MixingSpec]) -> None:
     """Raise if layers' windows differ from the stock model's masks."""
-    mismatches = list(misplaced(backbone, forms))
+    mismatches = list(misplaced(backbone, specs))
     if mismatches:
         first, more = mismatches[0], f" (and {len(mismatches) - 1} more)" if mismatches[1:] else ""
         raise PatchError(
@@ -191,7 +191,7 @@ class LayerOrder:
         now = _layout(backbone, self.owner)
         if now == self.checked:
             return
-        mismatch = next(misplaced(backbone, forms_of(backbone)), None)
+        mismatch = next(misplaced(backbone, specs_of(backbone)), None)
         if mismatch is not None:
             raise PatchError(
                 f"layers were moved, or their config changed, after the patch: {mismatch.what}. Call unpatch(model), "
@@ -229,16 +229,16 @@ def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
     return backbone.get_submodule(".".join(parts[: at - 1])), int(parts[at])
 
 
-def _kind(module: nn.Module, form: Form, kinds: Any, expected: str) -> str | None:
+def _kind(module: nn.Module, spec: MixingSpec, kinds: Any, expected: str) -> str | None:
     """Return a module's own layer type, as in ``layer_types``, or None if any type at its place is right."""
-    if isinstance(form, MixerSpec) and form.mask is None:
+    if isinstance(spec, MixerSpec) and spec.mask is None:
         recurrent = next((kind for kind in kinds if kind in _RECURRENT), None)
         return recurrent if expected in (SLIDING, FULL) else None
-    if isinstance(form, MixerSpec):
-        masked = (form.window or form.chunk) and not form.in_every_layer
+    if isinstance(spec, MixerSpec):
+        masked = (spec.window or spec.chunk) and not spec.in_every_layer
         at = getattr(module, "layer_idx", None)
         return kinds[at] if masked and at is not None and at < len(kinds) else None
-    of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
+    of_config = isinstance(spec, AttentionSpec) and (spec.window or "").startswith("config.")
     if expected not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
         return None  # such configs may give the type full to a layer that is masked by a window
-    return FULL if window_of(module, form) is None else SLIDING
+    return FULL if window_of(module, spec) is None else SLIDING

@@ -44,24 +44,24 @@ def settle(recognised: Recognised, match: Match, *, head: bool) -> Recognised:
             stacklevel=5,
         )
     names = [name for name in recognised.unknown if head or not isinstance(recognised.family.fast[name], HeadSpec)]
-    forms, skipped = match_specs(recognised.backbone, recognised.family, names, match)
+    specs, skipped = match_specs(recognised.backbone, recognised.family, names, match)
     return with_specs(
-        recognised, {**recognised.specs, **forms}, matched=tuple(forms), skipped=recognised.skipped + skipped
+        recognised, {**recognised.specs, **specs}, matched=tuple(specs), skipped=recognised.skipped + skipped
     )
 
 
 def match_specs(
     backbone: nn.Module, family: Family, names: Sequence[str], match: Match
 ) -> tuple[dict[str, Spec], Skipped]:
-    """Return the matching spec of each class, in its present or an earlier form, and why other classes don't match.
+    """Return the matching spec of each class, in its present or an earlier spec, and why other classes don't match.
 
     Warns:
         FastpackWarning: A class does not match.
     """
     matched: dict[str, Spec] = {}
     reasons: dict[str, str] = {}
-    for forms in (family.fast, family.earlier):
-        candidates = {name: forms[name] for name in names if name in forms and name not in matched}
+    for specs in (family.fast, family.earlier):
+        candidates = {name: specs[name] for name in names if name in specs and name not in matched}
         results = match(backbone, family, candidates) if candidates else {}
         matched |= {name: candidates[name] for name, why in results.items() if not why}
         reasons = {name: why for name, why in {**results, **reasons}.items() if name not in matched}

@@ -31,7 +31,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.runtime import Runtime
-from fastpack.layers.window_checks import Form, LayerOrder, narrowest_window, refuse_misplaced
+from fastpack.layers.window_checks import LayerOrder, MixingSpec, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
 from fastpack.model.generation import generate
@@ -128,11 +128,13 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     mixing_names = (*family.attention, *family.mixers)
     if not (family.repadded or any(name in mixing_names for name in own.values())):
         raise PatchError(f"no {' or '.join(mixing_names)} found in {type(backbone).__name__}: nothing to patch.")
-    forms = {id(m): family.mixers.get(name, _form(m, recognised)) for m, name in own.items() if name in mixing_names}
-    runtime = _make_runtime(recognised, options, forms)
+    mixing_specs = {
+        id(m): family.mixers.get(name, _mixing_spec(m, recognised)) for m, name in own.items() if name in mixing_names
+    }
+    runtime = _make_runtime(recognised, options, mixing_specs)
     around, skipped = _plan_model(parts, recognised, runtime, options)
     attentions = [module for module, name in own.items() if name in family.attention]
-    refuse_misplaced(backbone, forms)
+    refuse_misplaced(backbone, mixing_specs)
     inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
     skipped += _replaced_norms_and_mlps(recognised)
     tables = _plan_alibi(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
@@ -170,7 +172,9 @@ def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
         )
 
 
-def _make_runtime(recognised: Recognised, options: PatchOptions, forms: Mapping[int, Form]) -> ModelRuntime:
+def _make_runtime(
+    recognised: Recognised, options: PatchOptions, mixing_specs: Mapping[int, MixingSpec]
+) -> ModelRuntime:
     """Make the runtime that the replacements share, from the options."""
     backbone = recognised.backbone
     # an unknown forward of a layer may drop the packing keyword, and the mask with it
@@ -187,7 +191,9 @@ def _make_runtime(recognised: Recognised, options: PatchOptions, forms: Mapping[
     return ModelRuntime(
         layers=Runtime(options.attention, options.kernels, context),
         user_changes=UserChanges(
-            order=LayerOrder.of(backbone), attention=recognised.attends_by, window=narrowest_window(backbone, forms)
+            order=LayerOrder.of(backbone),
+            attention=recognised.attends_by,
+            window=narrowest_window(backbone, mixing_specs),
         ),
         graphs=graphs,
         offload=offload,
@@ -249,7 +255,7 @@ def _plan_module(module: nn.Module, recognised: Recognised, runtime: Runtime) ->
     own = own_class(module, family)
     mixer = family.mixers.get(own or "")
     planned = [] if mixer is None else [_replacement(module, mixer_forward, mixer, runtime)]
-    spec = _form(module, recognised)
+    spec = _mixing_spec(module, recognised)
     forward = next((forward for kind, forward in FAST if isinstance(spec, kind)), None)
     if spec is None or forward is None or _is_replaced(module, spec, recognised):
         return planned
@@ -266,7 +272,7 @@ def _plan_module(module: nn.Module, recognised: Recognised, runtime: Runtime) ->
     return planned
 
 
-def _form(module: nn.Module, recognised: Recognised) -> Spec | None:
+def _mixing_spec(module: nn.Module, recognised: Recognised) -> Spec | None:
     """Return the spec of a module that may have a fast forward, or None."""
     own = own_class(module, recognised.family)
     spec = recognised.specs.get(own) if own else spec_of(module, recognised.backbone)
@@ -292,7 +298,8 @@ def _replaced_norms_and_mlps(recognised: Recognised) -> Skipped:
             "other code had already replaced its forward: left alone",
         )
         for module in recognised.backbone.modules()
-        if isinstance(spec := _form(module, recognised), (NormSpec, MlpSpec)) and _is_replaced(module, spec, recognised)
+        if isinstance(spec := _mixing_spec(module, recognised), (NormSpec, MlpSpec))
+        and _is_replaced(module, spec, recognised)
     )
 
 

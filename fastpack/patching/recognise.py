@@ -83,17 +83,17 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     classes, others = known_classes(backbone, family)
     if parts.head is not None and own_class(parts.head, family) and replaced_forward(parts.head) is None:
         classes.append(stock_class(parts.head))
-    forms = {cls.__name__: proved_spec(cls, family) for cls in classes if cls.__name__ in family.fast}
+    specs = {cls.__name__: proved_spec(cls, family) for cls in classes if cls.__name__ in family.fast}
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
     if (strange := unknown_tables(backbone)) is not None:
-        attention = [name for name in forms if isinstance(family.fast[name], AnyAttentionSpec)]
-        forms = {name: form for name, form in forms.items() if name not in attention}
+        attention = [name for name in specs if isinstance(family.fast[name], AnyAttentionSpec)]
+        specs = {name: spec for name, spec in specs.items() if name not in attention}
         others += tuple((name, f"{strange}: stock forward") for name in attention)
     return Recognised(
         backbone,
         family,
-        specs={name: form for name, form in forms.items() if form is not None},
-        unknown=tuple(name for name, form in forms.items() if form is None),
+        specs={name: spec for name, spec in specs.items() if spec is not None},
+        unknown=tuple(name for name, spec in specs.items() if spec is None),
         untried=tuple(cls.__name__ for cls in mixing if not is_proved(cls.__name__, hash_of(cls, family))),
         replaced_layers=tuple(layers),
         attends_by=attends_by,
@@ -255,7 +255,7 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
 def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
     """Return the family, with attention on rows if transformers applies its window only in the mask.
 
-    The family is unchanged if every class of attention has a fast form.
+    The family is unchanged if every class of attention has a fast spec.
     """
     if family.mask_window is None or all(name in specs for name in family.attention):
         return family

@@ -56,6 +56,7 @@ def test_all_variants_train_the_same_model(mode: Any, checkpointing: bool) -> No
     assert results[0].tokens == results[1].tokens == [sum(batch) for batch in SMALL.timed_batches()]
 
 
+@pytest.mark.sample(1)
 @trains_on_cpu
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 def test_the_same_under_trl(mode: Any) -> None:

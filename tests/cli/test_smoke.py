@@ -139,6 +139,7 @@ def test_refused_before_anything_runs(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @trains_on_cpu
 def test_a_model_that_trl_can_not_train_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

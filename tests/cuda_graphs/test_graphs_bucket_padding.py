@@ -92,6 +92,7 @@ def test_bucket_padding_stays_finite() -> None:
     assert recording._captured.output.isfinite().all()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_out_where_zeros_do_harm() -> None:
     models = [without_epsilon(tiny_model("llama")) for _ in range(2)]
     plain, model = fastpack.patch(models[0]), graphed(models[1], kernels="triton")

@@ -63,6 +63,7 @@ def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str
     assert actual.problem is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "xlnet"])
 def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> None:
     """One model has experts that no row names; the other's stock forward takes no other dtype."""

@@ -39,7 +39,7 @@ ALL = (*FAST_FAMILIES, *DROPPING, *MIXER_FAMILIES, *REPADDED_FAMILIES)
 EACH = [f for f in ALL if f.model_type in model_types()]
 
 
-@pytest.mark.sample(45)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("model_type", HERE)
 def test_exact(model_type: str) -> None:
     """Each kind of input is exact, at ``use_cache``'s default, and with both kinds of checkpointing.

@@ -13,6 +13,7 @@ from fastpack.ops.implementation import Implementation
 KIND = "TRL's keywords"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_queries_of_layers_without_keys(kernels: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

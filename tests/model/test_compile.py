@@ -207,7 +207,7 @@ def test_padded_batches_of_any_lengths() -> None:
 def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="PackedSeqLens, built in the collator"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="PackedSeqLens as packed_seq_lens, built in the collator"):
         compiled(**padded(make_sequences(VOCAB, LENGTHS), "left"))
 
 

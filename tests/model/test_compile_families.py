@@ -71,7 +71,7 @@ def traced(graph: torch.fx.GraphModule) -> set[str]:
     return {".".join(match) for stack in stacks for match in frame.findall(stack)}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     model = fastpack.patch(one_of_each_kind(tiny_model(model_type)))
@@ -100,7 +100,7 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     assert error(seeded(compiled, wrong), eager[0]) > 1e3 * FLOAT32_BOUND
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["cohere", "gemma2", "granite", "mixtral"])
 def test_fused_loss_of_heads(model_type: str) -> None:
     """Heads that scale their logits, cap or divide them, and one that returns router logits."""
@@ -114,7 +114,7 @@ def test_fused_loss_of_heads(model_type: str) -> None:
     assert against(result, stock) <= FLOAT32_BOUND
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
     """The compiler gets bitsandbytes' operator for the weights, and plain LoRA."""

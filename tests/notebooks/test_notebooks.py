@@ -95,6 +95,7 @@ def run(
     return figures
 
 
+@pytest.mark.slow
 @trains_on_cpu
 def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kwargs = {"BATCH_SIZE": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3}

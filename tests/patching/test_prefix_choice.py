@@ -237,6 +237,7 @@ def test_generate() -> None:
     assert torch.equal(model.generate(**kwargs, max_new_tokens=4, do_sample=False), expected)
 
 
+@pytest.mark.slow
 def test_compiled(compile_anew: None) -> None:
     """Nothing is shared under ``torch.compile``, and results stay exact."""
     model, sequences = tiny_model("llama"), pairs()

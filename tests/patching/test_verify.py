@@ -35,7 +35,7 @@ UNTELLABLE = {
 """Families in which one embedding of ids doesn't determine the tokens, and the messages of verify."""
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("model_type", [n for n in model_types() if n not in {*NOT_BUILT, *REFUSED, *UNTELLABLE}])
 def test_families(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type).train())
@@ -213,6 +213,7 @@ def test_every_fast_family_in_half_precision(model_type: str) -> None:
             assert check.error > check.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 def test_qlora_as_people_run_it(seed: int, tmp_path: Path) -> None:
     """The stream is float32, the 4-bit weights compute in bfloat16: two stock runs differ as much as ours does."""

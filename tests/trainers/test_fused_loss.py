@@ -265,7 +265,7 @@ def test_a_second_patch_and_another_one(tmp_path: Path, ran: Losses) -> None:
     assert not ran.rows
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("same_steps", [True, False])
 def test_under_a_token_budget(same_steps: bool, tmp_path: Path, ran: Losses) -> None:
     """The two are set up in either order, and pieces of a micro-batch are fused too."""

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
     make, further = CASES[name]

@@ -47,7 +47,7 @@ def test_same_steps_with_a_loss_of_ones_own(build: Any, what: str, tmp_path: Pat
     assert trainer.compute_loss.spec.pieces > 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", OWN)
 def test_full_batches_are_one_big_batch(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(further: dict[str, Any], max_tokens: Any, batches: int) -> tuple[Any, list[Any]]:
@@ -96,7 +96,7 @@ def test_experts_in_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert fastpack.patch(trainer, max_tokens=160) is trainer
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bart", "xlnet", "marian"])
 def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They ignore ``num_items_in_batch``: the sum of three pieces would be three times the step's loss."""

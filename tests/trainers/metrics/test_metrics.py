@@ -192,7 +192,7 @@ def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
     both.close()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("restore", [False, True])
 def test_resume(restore: bool, tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
