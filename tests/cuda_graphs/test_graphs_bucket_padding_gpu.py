@@ -48,7 +48,7 @@ def test_families_in_bf16(model_type: str) -> None:
         pytest.skip(f"not recorded: {runner(model).describe(torch.device('cuda'))}")
     recording = recorded(model)[0]
     assert recording.bucket.tokens - sum(LENGTHS) > 128
-    assert recording._row_count.row_limited
+    assert recording._row_count.launches
     assert recording.leaves_out_bucket_padding == (model_type not in IN_PART)
 
 
