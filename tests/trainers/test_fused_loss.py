@@ -181,9 +181,9 @@ def with_own_loss(trainer: Any) -> Any:
 KEPT: dict[str, tuple[Any, str]] = {
     "dft": (lambda folder: trainer_of(folder, loss_type="dft"), "loss_type is 'dft'"),
     "smoothing": (lambda folder: trainer_of(folder, label_smoothing_factor=0.1), "smoothed"),
-    "loss function": (lambda folder: with_loss_func(trainer_of(folder)), "its user's"),
-    "class": (lambda folder: trainer_of(folder, cls=OfTheUser), "its user's"),
-    "instance": (lambda folder: with_own_loss(trainer_of(folder)), "its user's"),
+    "loss function": (lambda folder: with_loss_func(trainer_of(folder)), "a custom loss"),
+    "class": (lambda folder: trainer_of(folder, cls=OfTheUser), "a custom loss"),
+    "instance": (lambda folder: with_own_loss(trainer_of(folder)), "a custom loss"),
     "experts": (lambda folder: trainer_of(folder, tiny_model("mixtral"), router_aux_loss_coef=0.5), "experts"),
     "head": (lambda folder: trainer_of(folder, tiny_model("gpt2")), "was not proved with the fused loss"),
 }
@@ -333,7 +333,7 @@ def with_function(trainer: Any) -> None:
 CHANGES: dict[str, tuple[Any, str]] = {
     "loss type": (with_dft, "loss_type is 'dft'"),
     "smoother": (smoothed, "smoothed"),
-    "function": (with_function, "its user's"),
+    "function": (with_function, "a custom loss"),
 }
 
 
