@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs the whole test suite.
+# Sets everything up, then runs the lint and type checks and the test suite.
 #
-#   bash gists/test.sh            lint and type checks, and parametrised tests that cover all pairs of values
-#   bash gists/test.sh --all      every parametrised test, and the other frameworks
+#   bash gists/test.sh            in ten minutes on two cores: a sample of long parametrizations, without slow tests
+#   bash gists/test.sh --all      every parametrization, slow tests, and the other frameworks
 #   bash gists/test.sh -k packing -x    any flag of pytest
 set -euo pipefail
 # shellcheck source=gists/setup.sh

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the full product, not the pairwise cover")
+    parser.addoption("--all", action="store_true", help="run every parametrization and the slow tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="NO GPU HERE: this test needs a CUDA device"))
         elif not everything and (item.get_closest_marker("slow") or item not in kept):
-            item.add_marker(pytest.mark.skip(reason="part of the full product: bash gists/test.sh --all"))
+            item.add_marker(pytest.mark.skip(reason="runs with --all: bash gists/test.sh --all"))
 
 
 def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
