@@ -24,16 +24,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     everything = config.getoption("--all")
-    kept = items if everything else _sampled(items)
+    left_out = set() if everything else _left_out(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="NO GPU HERE: this test needs a CUDA device"))
-        elif not everything and (item.get_closest_marker("slow") or item not in kept):
+        elif not everything and (item.get_closest_marker("slow") or item in left_out):
             item.add_marker(pytest.mark.skip(reason="runs with --all: bash gists/test.sh --all"))
 
 
-def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the items without those that ``@pytest.mark.sample(n)`` leaves for ``--all``.
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the items that ``@pytest.mark.sample(n)`` leaves for ``--all``.
 
     A sampled test keeps n of its parametrizations: each time the one with the most parameter values that were not seen
     yet, and of equals the first.
@@ -46,13 +46,13 @@ def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
     for group in groups.values():
         (size,) = group[0].get_closest_marker("sample").args  # type: ignore[union-attr]
         seen: set[tuple[str, int]] = set()
+        values = {item: {*item.callspec.indices.items()} for item in group}  # type: ignore[attr-defined]
         for _ in range(min(size, len(group))):
-            values = {item: {*item.callspec.indices.items()} for item in group}  # type: ignore[attr-defined]
             best = max(group, key=lambda item: len(values[item] - seen))
             seen |= values[best]
             group.remove(best)
         left.update(group)
-    return {*items} - left
+    return left
 
 
 @pytest.fixture(autouse=True)

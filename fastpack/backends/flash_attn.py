@@ -22,10 +22,24 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, lacks, needs_cuda, wrong_dtype
+from fastpack.backends.limits import (
+    AMPERE,
+    HALF_DTYPES,
+    Limits,
+    cuda_capability,
+    flash2_rejects,
+    lacks,
+    needs_cuda,
+    wrong_dtype,
+)
 from fastpack.utils.compile import cached_constant
 
 SERVES = ("window",)
+LIMITS = Limits(
+    f"{AMPERE}; 3: Hopper; 4: Hopper or B200, head sizes that are multiples of 32",
+    ("softcap (2, 3)", "dropout (2)"),
+    "pip install flash-attn, or flash-attn-4",
+)
 
 
 @dataclass(frozen=True)

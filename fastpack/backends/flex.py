@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import FLOAT_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
+from fastpack.backends.limits import FLOAT_DTYPES, Limits, lacks, needs_cuda, wrong_dtype, wrong_sizes
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.compile import compile_often
 
 SERVES = ("window",)
+LIMITS = Limits("a GPU from Ampere on, compiled", ("softcap", "sinks"), "comes with torch")
 
 BLOCK = 128
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from fastpack.backends.call import AttentionShape
@@ -10,6 +12,22 @@ from fastpack.utils.compile import constant
 INT32_LIMIT = 2**31
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
+AMPERE = "a GPU from Ampere on, fp16 or bf16"
+
+
+class Limits(NamedTuple):
+    """The limits of a backend in words, for ``fastpack doctor``.
+
+    Attributes:
+        needs: the devices and dtypes that it needs.
+        serves: the features that it trains with beyond causal attention and sliding windows: ``softcap``, ``sinks``
+            and ``dropout``. Numbers in parentheses are generations of flash-attn.
+        install: how to install it.
+    """
+
+    needs: str
+    serves: tuple[str, ...]
+    install: str
 
 
 def cuda_capability(shape: AttentionShape) -> tuple[int, int] | None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import FLOAT_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
+from fastpack.backends.limits import FLOAT_DTYPES, Limits, lacks, needs_cuda, wrong_dtype, wrong_sizes
 
 SERVES = ("window",)
+LIMITS = Limits("any GPU, also a T4: fp16, fp32; from Ampere on, bf16", ("dropout",), "comes with torch")
 
 CAUSAL_FROM_TOP_LEFT = 1
 

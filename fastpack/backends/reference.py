@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import Limits
 
 SERVES = ("window",)
+LIMITS = Limits("anything; plain float32, slow", ("softcap", "sinks", "dropout"), "comes with fastpack")
 
 QUERY_BLOCK = 512
 

@@ -1,9 +1,9 @@
 """The table of attention backends.
 
-A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``. To add one, write a file in this folder and
-add a row to the table below, at the place where ``auto`` should try it. :data:`TRACED` names the backends that
-``torch.compile`` can trace; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names the backends that read lengths
-on the host. The docstring of ``patch``, and ``LIMITS`` of ``fastpack doctor``, list all backends.
+A backend is a module with ``SERVES``, ``LIMITS``, ``run(call)`` and ``rejects(shape)``. To add one, write a file in
+this folder and add a row to the table below, at the place where ``auto`` should try it. :data:`TRACED` names the
+backends that ``torch.compile`` can trace; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names the backends
+that read lengths on the host. The docstring of ``patch`` and ``fastpack doctor`` list all backends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from fastpack.backends import (
     xformers,
 )
 from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import Limits
 
 
 class Backend(Protocol):
     """The interface of a module in ``backends/``. The first line of the module's docstring says what it is."""
 
     __doc__: str | None
+
+    @property
+    def LIMITS(self) -> Limits:
+        """The backend's limits in words."""
 
     @property
     def SERVES(self) -> Collection[str]:

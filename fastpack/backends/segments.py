@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import HALF_DTYPES, lacks
+from fastpack.backends.limits import HALF_DTYPES, Limits, lacks
 
 SERVES = ("window",)
+LIMITS = Limits("anything: a CPU, an Apple chip", ("dropout",), "comes with torch")
 
 QUERY_BLOCK = 512
 

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import flash2_rejects, lacks
+from fastpack.backends.limits import AMPERE, Limits, flash2_rejects, lacks
 from fastpack.utils.compile import cached_constant
 
 SERVES = ("window",)
+LIMITS = Limits(AMPERE, (), "comes with torch")
 
 
 def rejects(shape: AttentionShape) -> str | None:

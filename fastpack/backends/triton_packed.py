@@ -11,6 +11,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import (
     FLOAT_DTYPES,
     HALF_DTYPES,
+    Limits,
     cuda_capability,
     lacks,
     needs_cuda,
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores
 
 SERVES = ("window",)
+LIMITS = Limits(
+    "a GPU from Ampere on; on Hopper, auto prefers it for head sizes 64 to 128, but takes flash-attn 3 or 4 if most "
+    "tokens are in sequences of 768 or more",
+    ("softcap", "sinks"),
+    "pip install triton",
+)
 
 
 def rejects(shape: AttentionShape) -> str | None:

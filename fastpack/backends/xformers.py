@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import HALF_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
+from fastpack.backends.limits import HALF_DTYPES, Limits, lacks, needs_cuda, wrong_dtype, wrong_sizes
 from fastpack.utils.compile import cached_constant
 from fastpack.utils.versions import install_command
 
 SERVES = ("window",)
+LIMITS = Limits(
+    "a GPU from Volta on, fp16; from Ampere on, bf16", ("dropout",), "pip install xformers nvidia-cuda-runtime-cu12"
+)
 
 RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
 """The library that xformers' wheel links to, and its package: torch for CUDA 13 ships another version of it."""

@@ -37,33 +37,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """The attention heads for which backends are checked: those of an 8 B Llama."""
 
-AMPERE = "a GPU from Ampere on, fp16 or bf16"
-LIMITS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "flash_attn": (
-        f"{AMPERE}; 3: Hopper; 4: Hopper or B200, head sizes that are multiples of 32",
-        ("softcap (2, 3)", "dropout (2)"),
-        "pip install flash-attn, or flash-attn-4",
-    ),
-    "torch_varlen": (AMPERE, (), "comes with torch"),
-    "xformers": (
-        "a GPU from Volta on, fp16; from Ampere on, bf16",
-        ("dropout",),
-        "pip install xformers nvidia-cuda-runtime-cu12",
-    ),
-    "mem_efficient": ("any GPU, also a T4: fp16, fp32; from Ampere on, bf16", ("dropout",), "comes with torch"),
-    "flex": ("a GPU from Ampere on, compiled", ("softcap", "sinks"), "comes with torch"),
-    "triton_packed": (
-        "a GPU from Ampere on; on Hopper, auto prefers it for head sizes 64 to 128, but takes flash-attn 3 or 4 "
-        "if most tokens are in sequences of 768 or more",
-        ("softcap", "sinks"),
-        "pip install triton",
-    ),
-    "segments": ("anything: a CPU, an Apple chip", ("dropout",), "comes with torch"),
-    "reference": ("anything; plain float32, slow", ("softcap", "sinks", "dropout"), "comes with fastpack"),
-}
-"""For each attention backend: the devices and dtypes that it needs, the features that it trains with beyond causal
-attention and sliding windows, and how to install it. Numbers in parentheses are generations of flash-attn."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Print the findings; return 1 if an installed package is too old, else 0."""
@@ -91,9 +64,7 @@ def examine() -> dict[str, Any]:
             "kv_heads": KV_HEADS,
             "head_dim": HEAD_DIM,
             "devices": {str(device): _backends(device) for device in devices},
-            "backends": {
-                name: dict(zip(("needs", "serves", "install"), LIMITS[name], strict=True)) for name in BACKENDS
-            },
+            "backends": {name: backend.LIMITS._asdict() for name, backend in BACKENDS.items()},
         },
     }
 

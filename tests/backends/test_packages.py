@@ -271,7 +271,6 @@ def test_a_library_that_xformers_lacks_is_named_with_its_package(
 
 def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastpack.backends.registry import BACKENDS
-    from fastpack.cli import doctor
 
     fake_packages.install_xformers(monkeypatch)
     machine(*H100)
@@ -280,13 +279,12 @@ def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, mo
         "sinks": {"sinks": True},
         "dropout": {"dropout": 0.1},
     }
-    assert doctor.LIMITS.keys() == BACKENDS.keys()
     for name in BACKENDS.keys() - {"flash_attn"}:  # its generations differ
         assert BACKENDS[name].rejects(shape(dtype=HALF)) is None, name
         served = [
             feature for feature, facts in features.items() if not BACKENDS[name].rejects(shape(dtype=HALF, **facts))
         ]
-        assert served == list(doctor.LIMITS[name][1]), name
+        assert served == list(BACKENDS[name].LIMITS.serves), name
 
 
 def test_another_library_that_xformers_lacks_is_not_this_one(

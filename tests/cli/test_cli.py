@@ -13,6 +13,7 @@ from cli_runs import STEPS, assert_one_line, losses, run_sft, sft_flags, trains_
 from oracle import FLOAT32_BOUND
 
 import fastpack
+from fastpack.attention_dispatch import BACKENDS
 from fastpack.cli.main import main
 from fastpack.cli.meter import Summary, hint
 from fastpack.families.registry import FAMILIES
@@ -243,6 +244,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["packages"]["torch"]["needed"].startswith(">=")
     assert findings["packages"]["torch"]["newest_tried"] == NEWEST_TRIED["torch"]
     on_cpu = findings["attention"]["devices"]["cpu"]
+    assert findings["attention"]["backends"].keys() == BACKENDS.keys()
     assert on_cpu["segments"] == {"float32": None, "bfloat16": None, "float16": None}
     assert "CUDA" in on_cpu["torch_varlen"]["bfloat16"]
 

@@ -57,6 +57,11 @@ def with_parameters(name: str, rows: list[Row], folder: Path, monkeypatch: pytes
     model = save_tiny_model(rows, folder)
     parameters = {"MODEL": str(model), "DATASET": str(write_rows(rows, folder)), "MAX_STEPS": STEPS, **kwargs}
 
+    return read_with(name, parameters)
+
+
+def read_with(name: str, parameters: dict[str, Any]) -> Any:
+    """Return the notebook with these parameters in its cell of parameters, and no other."""
     notebook = read(name)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     assert {line.split(" = ")[0] for line in cell.source.splitlines()} == parameters.keys()
@@ -130,11 +135,8 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The notebook itself compares the losses of every option with the stock model's, and stops where they differ."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    notebook = read(OPTIONS)
-    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     sizes = {"HIDDEN_SIZE": 64, "LAYERS": 2, "VOCABULARY": 256, "GROUPS": 2, "STEPS": 4}
-    assert {line.split(" = ")[0] for line in cell.source.splitlines()} == sizes.keys()
-    cell.source = "\n".join(f"{name} = {value}" for name, value in sizes.items())
+    notebook = read_with(OPTIONS, sizes)
     execute(notebook, tmp_path)
 
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -274,7 +274,7 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
 """The kernels for each op, in order of preference."""
 
 
-# Which kernels are installed, and what they serve.
+# The installed kernels, and the ops that they serve.
 
 
 def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel | None:
