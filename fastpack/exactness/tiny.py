@@ -105,6 +105,7 @@ SIZES: Mapping[str, Any] = _by_name((*_WIDTHS, *_COUNTS))
 WIDTHS = frozenset(_by_name(_WIDTHS)) | {
     *("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank", "mlp_dim", "output_channels"),
     *("nemo_conv_channels", "ext_pw_out_channel", "mrope_section", "global_head_dim"),
+    *("out_hidden_size", "embed_dim", "projection_dim", "projector_hidden_size"),
 }
 """The names of settings that grow with ``head_dim``, including those that only a family's row sets."""
 
@@ -177,6 +178,11 @@ def shrink(config: PreTrainedConfig, *, head_dim: int = HEAD_DIM, **overrides: A
     settings are the config's own. Arguments and errors are those of :func:`tiny_config`.
     """
     return _shrink(config, {}, overrides, head_dim, traits=True)
+
+
+def small_copy(config: Any, row: Mapping[str, Any], overrides: dict[str, Any], head_dim: int) -> Any:
+    """Return a config as :func:`tiny_config` does, from this config and these settings of its family."""
+    return _shrink(config, row, overrides, head_dim, traits=False)
 
 
 def _shrink(config: Any, row: Mapping[str, Any], overrides: dict[str, Any], head_dim: int, *, traits: bool) -> Any:

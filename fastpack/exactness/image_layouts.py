@@ -1,0 +1,86 @@
+"""Layouts of images: the pixel inputs of one image, as a family's processor hands them to the model.
+
+Shape legend: N images, P patches, C channels. Each layout is a function of the model's config, the size of an image
+``(height, width)`` in units of one token, and a generator; it returns the model's arguments for this image, with a
+first dimension that the processor concatenates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Size = tuple[int, int]
+Pixels = dict[str, Tensor]
+CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the images of a family reach its model.
+
+    Attributes:
+        image: Makes the pixel inputs of one image.
+        per_row: Whether images are stacked in a dimension behind the rows, ``[B, N, ...]``. Rows are then padded with
+            images of zeros; else images are concatenated along the first dimension.
+        padding: The values that pad an input, by name, if not 0.
+    """
+
+    image: Callable[[Any, Size, torch.Generator], Pixels]
+    per_row: bool = False
+    padding: Mapping[str, int] | None = None
+
+
+def square(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return an image of the tower's one size: ``pixel_values [1, C, h, w]``."""
+    size = config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.rand(1, CHANNELS, height, width, generator=generator) + 0.1}
+
+
+def tile(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return a tile of the tower's one size with its mask: ``pixel_values [1, 1, C, h, w]``."""
+    pixels = square(config, _, generator)["pixel_values"]
+    return {"pixel_values": pixels[None], "pixel_attention_mask": torch.ones(1, 1, *pixels.shape[-2:]).long()}
+
+
+def any_size(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image of its own size, which a batch pads: ``pixel_values [1, C, h, w]``, ``image_sizes [1, 2]``."""
+    unit = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    height, width = (side * unit for side in size)
+    pixels = torch.rand(1, CHANNELS, height, width, generator=generator) + 0.1
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+
+
+def grid(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image's patches side by side: ``pixel_values [P, C t p p]``, ``image_grid_thw [1, 3]``."""
+    vision = config.vision_config
+    height, width = (side * vision.spatial_merge_size for side in size)
+    wide = CHANNELS * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(height * width, wide, generator=generator)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def spatial_shapes(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image's patches, padded: ``pixel_values [1, P, C p p]`` with ``spatial_shapes [1, 2]`` and a mask."""
+    height, width = (side * config.downsample_factor for side in size)
+    pixels = torch.randn(1, height * width, CHANNELS * config.vision_config.patch_size**2, generator=generator)
+    mask = torch.ones(1, height * width, dtype=torch.long)
+    return {
+        "pixel_values": pixels,
+        "spatial_shapes": torch.tensor([[height, width]]),
+        "pixel_attention_mask": mask,
+    }
+
+
+def placed_patches(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image's patches, padded, with places ``image_position_ids [1, P, 2]`` (column, row), -1 for padding."""
+    vision = config.vision_config
+    height, width = (side * vision.pooling_kernel_size for side in size)
+    pixels = torch.rand(1, height * width, CHANNELS * vision.patch_size**2, generator=generator)
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
+    return {"pixel_values": pixels, "image_position_ids": places[None]}

@@ -1,0 +1,108 @@
+"""Settings of tiny image-text models: the tower's sizes, each family's own settings, and the layout of its images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastpack.exactness.family_settings import FFN, HIDDEN
+from fastpack.exactness.image_layouts import (
+    Layout,
+    any_size,
+    grid,
+    placed_patches,
+    spatial_shapes,
+    square,
+    tile,
+)
+
+VISION: Mapping[str, Any] = {
+    "image_size": 16,
+    "patch_size": 4,
+    "depth": 2,
+    "embed_dim": HIDDEN,
+    "out_hidden_size": HIDDEN,
+    "num_position_embeddings": 64,
+    "num_patches": 16,
+    "position_embedding_size": 64,
+    "pooling_kernel_size": 2,
+    "projection_dim": HIDDEN,
+    "vision_use_head": False,
+}
+"""The small value of settings of image towers, for each tower that has the setting."""
+
+MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+DEEPSTACK: dict[str, Any] = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
+GLM_ROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [4, 2, 2],
+    }
+}
+PARTIAL: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+}
+NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
+    "glm4v": {"text_config": GLM_ROPE, "vision_config": {"intermediate_size": FFN}},
+    "idefics3": {"scale_factor": 2},
+    "internvl": {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
+    "lfm2_vl": {"projector_hidden_size": HIDDEN},
+    "llava": {"vision_feature_layer": -1},
+    "paligemma": {"projection_dim": HIDDEN, "hidden_size": HIDDEN},
+    "qwen2_5_vl": {
+        "text_config": MROPE,
+        "vision_config": {"fullatt_block_indexes": [1], "window_size": 16},
+    },
+    "qwen2_vl": {"text_config": MROPE},
+    "qwen3_5": {"text_config": PARTIAL},
+    "qwen3_5_moe": {"text_config": PARTIAL},
+    "qwen3_vl": {"text_config": MROPE, **DEEPSTACK},
+    "qwen3_vl_moe": {"text_config": MROPE, **DEEPSTACK},
+    "smolvlm": {"scale_factor": 2},
+}
+"""Settings by model type that a tiny model needs beside :data:`VISION`."""
+
+WITH: Mapping[str, tuple[str, ...]] = {"gemma4": ("vision_config",)}
+"""Sub-configs by model type that the default config leaves out, image towers for example."""
+
+SQUARE, GRID, SIZED = Layout(square), Layout(grid), Layout(any_size)
+LAYOUTS: Mapping[str, Layout] = {
+    "gemma3": SQUARE,
+    "gemma4": Layout(placed_patches, padding={"image_position_ids": -1}),
+    "glm4v": GRID,
+    "idefics3": Layout(tile, per_row=True),
+    "internvl": SQUARE,
+    "lfm2_vl": Layout(spatial_shapes),
+    "llava": SQUARE,
+    "mistral3": SIZED,
+    "paligemma": SQUARE,
+    "qwen2_5_vl": GRID,
+    "qwen2_vl": GRID,
+    "qwen3_5": GRID,
+    "qwen3_5_moe": GRID,
+    "qwen3_vl": GRID,
+    "qwen3_vl_moe": GRID,
+    "smolvlm": Layout(tile, per_row=True),
+}
+"""The layout of each model type's images. Types without one can't be sampled yet."""
+
+PREFIX_TYPES = frozenset({"paligemma"})
+"""The types whose token types are 0 in the prefix, up to two tokens after the last image, and 1 in the answer."""
+
+NOT_DECODERS: Mapping[str, str] = {
+    name: "it is an encoder-decoder"
+    for name in ("florence2", "pix2struct", "udop", "t5gemma2", "pp_formulanet", "vision-encoder-decoder")
+}
+TIMM = "its image tower is timm's, which fastpack does not install"
+NOT_BUILT: Mapping[str, str] = {"fast_vlm": TIMM, "gemma3n": TIMM, "perception_lm": TIMM} | NOT_DECODERS
+"""The types that can't be built tiny, or are no decoders, and why."""

@@ -1,0 +1,253 @@
+"""Tiny image-text models of transformers' mapping, and rows of text and images for them.
+
+A row is the arguments of the model for one sequence: ``input_ids [1, L]``, token types if the model takes them, and
+pixel inputs as the family's processor makes them (:mod:`fastpack.exactness.image_layouts`). The number of tokens of an
+image is what the model's own ``get_image_features`` returns for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastpack.exactness.family_settings import HEAD_DIM, TRAITS
+from fastpack.exactness.image_layouts import Layout, Pixels
+from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, VISION, WITH
+from fastpack.exactness.tiny import build, plain_tokens, small_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Row = dict[str, Tensor]
+Piece = int | tuple[int, int]
+ROWS: Sequence[Sequence[Piece]] = (
+    (5, (2, 2), 3),
+    ((1, 2), 4),
+    (9,),
+    (2, (2, 2), 1, (3, 1), 4),
+    (3, (2, 1)),
+    ((2, 2), 2, (1, 2)),
+)
+"""Rows of pieces: a number of text tokens, or the size of an image in tokens. There are rows with one image, with
+several and with none, and images that are the first or the last of a row."""
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+PER_TOKEN = ("input_ids", *TOKEN_TYPES)
+AFTER_IMAGES = 2
+"""The text tokens of a prefix behind its last image."""
+
+
+def image_text_types() -> list[str]:
+    """Return the names in transformers' image-text mapping, in order, including those that can't be built."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def image_text_class(model_type: str) -> Any:
+    """Return the class that the mapping names for this type; raise KeyError if it has no such type."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if model_type not in image_text_types():
+        raise KeyError(f"{model_type} is not in the image-text mapping of this transformers")
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[model_type]]
+
+
+def image_text_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
+    """Return a small config of an image-text model, with a small image tower.
+
+    Arguments are those of :func:`fastpack.exactness.tiny.tiny_config`.
+
+    Raises:
+        KeyError: transformers' mapping has no such type.
+        ValueError: the type can't be built, or is no decoder; the message says why.
+    """
+    config_class = image_text_class(model_type).config_class
+    if model_type in NOT_BUILT:
+        raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
+    config = config_class(**{name: {} for name in WITH.get(model_type, ())})
+    row = _merged(_tower_settings(config), _merged(TRAITS.get(model_type, {}), NEEDS.get(model_type, {})))
+    return small_copy(config, row, overrides, head_dim)
+
+
+def build_image_text(
+    model_type: str,
+    seed: int = 0,
+    *,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Build a small image-text model on the CPU, in eval mode, without dropout, with weights that show a leak.
+
+    Arguments and errors are those of :func:`image_text_config` and of :func:`fastpack.exactness.tiny.build`.
+    """
+    config = image_text_config(model_type, head_dim=head_dim, **overrides)
+    return build(image_text_class(model_type)._from_config, config, seed, head_dim=head_dim, dtype=dtype)
+
+
+def layout_of(model: Any) -> Layout:
+    """Return the layout of a model's images; raise ValueError if its type has none."""
+    name = model.config.model_type
+    if name not in LAYOUTS:
+        raise ValueError(f"{name} has no layout of images; those that have one are {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def samples(model: Any, seed: int = 0, rows: Sequence[Sequence[Piece]] = ROWS) -> list[Row]:
+    """Return rows of text and images for a stock or patched model: the arguments of the model for each row alone.
+
+    Args:
+        model: A model of :func:`build_image_text`.
+        seed: The seed of ids and pixels.
+        rows: The pieces of each row.
+
+    Raises:
+        ValueError: the model's type has no layout of images.
+    """
+    layout, generator = layout_of(model), torch.Generator().manual_seed(seed)
+    return [_row(model, layout, pieces, generator, seed * len(rows) + i) for i, pieces in enumerate(rows)]
+
+
+def other_pixels(row: Row) -> Row:
+    """Return a row with the same tokens and other pixels: the values in reverse order."""
+    return {name: value.flip(-1) if name == "pixel_values" else value for name, value in row.items()}
+
+
+def batch_of(model: Any, rows: Sequence[Row], side: str = "right") -> dict[str, Tensor]:
+    """Return rows as one padded batch, with ``attention_mask [B, S]``, as the family's processor would.
+
+    ``side`` is ``right`` or ``left``. Ids and token types are padded with 0.
+    """
+    width = max(row["input_ids"].shape[1] for row in rows)
+
+    def padded(value: Tensor) -> Tensor:
+        free = width - value.shape[1]
+        return pad(value, (free, 0) if side == "left" else (0, free))
+
+    batch = {name: torch.cat([padded(row[name]) for row in rows]) for name in PER_TOKEN if name in rows[0]}
+    mask = torch.cat([padded(torch.ones_like(row["input_ids"])) for row in rows])
+    return {**batch, "attention_mask": mask, **_pixels_of(layout_of(model), rows, dim=0)}
+
+
+def flat_of(model: Any, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return rows as one sequence ``[1, T]`` with ``packed_seq_lens`` and positions that restart in each row.
+
+    A model with positions of several axes gets ``[1 + axes, 1, T]``: text positions, then those of its own
+    ``get_rope_index``.
+    """
+    layout = layout_of(model)
+    flat: dict[str, Any] = {
+        name: torch.cat([row[name] for row in rows], dim=1) for name in PER_TOKEN if name in rows[0]
+    }
+    flat["position_ids"] = torch.cat([positions_of(model, row) for row in rows], dim=-1)
+    flat["packed_seq_lens"] = [row["input_ids"].shape[1] for row in rows]
+    return {**flat, **_pixels_of(layout, rows, dim=1 if layout.per_row else 0)}
+
+
+def positions_of(model: Any, row: Row) -> Tensor:
+    """Return a row's positions ``[1, L]``, or ``[1 + axes, 1, L]`` with text positions first, int64."""
+    text = torch.arange(row["input_ids"].shape[1])[None]
+    find = getattr(model.base_model, "get_rope_index", None)
+    if find is None:
+        return text
+    axes, _ = find(**_named(find, row))
+    return torch.cat([text[None], axes])
+
+
+def _row(model: Any, layout: Layout, pieces: Sequence[Piece], generator: torch.Generator, seed: int) -> Row:
+    """Return the arguments of a model for one row of pieces."""
+    ids: list[Tensor] = []
+    images: list[Pixels] = []
+    for i, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            ids.append(plain_tokens(1, piece, seed=len(pieces) * seed + i))
+        else:
+            images.append(layout.image(model.config, piece, generator))
+            ids.append(torch.full((1, _tokens_of(model, images[-1])), _image_token(model.config)))
+    row = {"input_ids": torch.cat(ids, dim=1)}
+    types = _token_types(model.config, row["input_ids"])
+    row |= _named(type(model).forward, dict.fromkeys(TOKEN_TYPES, types))
+    return row | _joined(layout, images, dim=1 if layout.per_row else 0)
+
+
+def _token_types(config: Any, ids: Tensor) -> Tensor:
+    """Return ``[1, L]`` token types: 1 for image tokens; for a model with a prefix, 1 behind the prefix."""
+    is_image = ids == _image_token(config)
+    if config.model_type not in PREFIX_TYPES:
+        return is_image.long()
+    places = torch.arange(ids.shape[1])
+    last = int(places[is_image[0]].max()) if is_image.any() else 0
+    return (places > last + AFTER_IMAGES).long()[None]
+
+
+def _image_token(config: Any) -> int:
+    return int(next(getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name)))
+
+
+def _tokens_of(model: Any, image: Pixels) -> int:
+    """Return how many tokens an image has."""
+    with torch.no_grad():
+        features = model.get_image_features(**image, **_features(model), return_dict=True)
+    pooled = features.pooler_output
+    return sum(each.numel() // each.shape[-1] for each in (pooled if isinstance(pooled, (list, tuple)) else [pooled]))
+
+
+def _features(model: Any) -> dict[str, Any]:
+    """Return which features of the tower a model takes, as its forward hands them to ``get_image_features``."""
+    names = ("vision_feature_layer", "vision_feature_select_strategy")
+    given = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+    return _named(model.get_image_features, given)
+
+
+def _pixels_of(layout: Layout, rows: Sequence[Row], dim: int) -> Pixels:
+    """Return the pixel inputs of rows, joined along a dimension; none if no row has an image."""
+    parts = [{name: value for name, value in row.items() if name not in PER_TOKEN} for row in rows]
+    having = next((part for part in parts if part), {})
+    if layout.per_row and dim == 0:  # a row without images still has its place
+        parts = [part or {name: value[:, :0] for name, value in having.items()} for part in parts]
+    return _joined(layout, [part for part in parts if part], dim)
+
+
+def _joined(layout: Layout, parts: Sequence[Pixels], dim: int) -> Pixels:
+    """Return pixel inputs joined along a dimension, all others padded to the longest."""
+    if not parts:
+        return {}
+    values = layout.padding or {}
+    return {name: _padded_cat([part[name] for part in parts], dim, values.get(name, 0)) for name in parts[0]}
+
+
+def _padded_cat(tensors: Sequence[Tensor], dim: int, value: int) -> Tensor:
+    """Return tensors joined along a dimension, all other dimensions padded at their end with this value."""
+    shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    widths = [
+        [0 if at == dim else size - own for at, (size, own) in enumerate(zip(shape, tensor.shape, strict=True))]
+        for tensor in tensors
+    ]
+    padding = [[side for width in reversed(each) for side in (0, width)] for each in widths]
+    return torch.cat([pad(t, p, value=value) for t, p in zip(tensors, padding, strict=True)], dim=dim)
+
+
+def _tower_settings(config: Any) -> dict[str, Any]:
+    """Return the small settings of each sub-config that is not the text model's."""
+    text = config.get_text_config()
+    subs: Iterable[tuple[str, Any]] = ((name, getattr(config, name)) for name in config.sub_configs)
+    towers = {name: sub for name, sub in subs if sub is not None and sub is not text}
+    return {name: {key: value for key, value in VISION.items() if hasattr(sub, key)} for name, sub in towers.items()}
+
+
+def _named(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function declares by name."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def _merged(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings overridden by more settings, also inside of sub-configs."""
+    both = {name: {**settings[name], **more[name]} for name in settings.keys() & more.keys()}
+    nested = {name: value for name, value in both.items() if isinstance(more[name], Mapping)}
+    return {**settings, **more, **nested}

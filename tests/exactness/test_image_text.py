@@ -1,0 +1,64 @@
+"""Tiny image-text models: a stock model's padded batch equals each row alone, and its images matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastpack.exactness.image_settings import LAYOUTS, NOT_BUILT
+from fastpack.exactness.image_text import (
+    batch_of,
+    build_image_text,
+    flat_of,
+    image_text_types,
+    other_pixels,
+    samples,
+)
+
+BOUND = 1e-5
+
+
+def off(logits: Any, true: Any) -> float:
+    return float((logits - true).abs().max() / true.abs().max())
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_a_padded_batch_of_a_stock_model_is_each_row_alone(model_type: str) -> None:
+    if model_type not in image_text_types():
+        pytest.skip("not in this release of transformers")
+    model: Any = build_image_text(model_type).train()
+    rows = samples(model)
+    alone = [model(**row).logits[0] for row in rows]
+    for side in ("right", "left"):
+        batch = batch_of(model, rows, side)
+        logits = model(**batch).logits
+        for row, mask, true in zip(logits, batch["attention_mask"], alone, strict=True):
+            assert off(row[mask.bool()], true) <= BOUND
+    for row, true in zip(rows, alone, strict=True):  # control: other pixels, other logits
+        moved = off(model(**other_pixels(row)).logits[0], true)
+        assert moved > 0.05 if "pixel_values" in row else moved == 0
+
+
+def test_a_flat_batch_has_every_row_and_positions_of_each_axis() -> None:
+    for model_type, axes in (("llava", ()), ("qwen2_vl", (4,))):
+        model = build_image_text(model_type)
+        rows = samples(model)
+        flat = flat_of(model, rows)
+        tokens = sum(flat["packed_seq_lens"])
+        assert flat["input_ids"].shape == (1, tokens)
+        assert flat["position_ids"].shape == (*axes, 1, tokens)
+        text = flat["position_ids"][0] if axes else flat["position_ids"]
+        assert int((text == 0).sum()) == len(rows)
+    starts = torch.tensor([0, *flat["packed_seq_lens"][:-1]]).cumsum(0)
+    assert not flat["position_ids"][:, 0, starts].any()
+
+
+def test_what_is_not_built_has_a_reason() -> None:
+    for model_type in NOT_BUILT.keys() & {*image_text_types()}:
+        with pytest.raises(ValueError, match="can't be built"):
+            build_image_text(model_type)
+    with pytest.raises(KeyError):
+        build_image_text("no_such_type")
