@@ -9,4 +9,6 @@
 - ``verification.py`` holds the checks and the verdict.
 - ``tiny.py`` builds a small model of every family, with the family's own settings from ``family_settings.py``;
   ``twins.py`` builds one from a user's own class and config.
+- ``image_text.py`` builds a small image-text model, with rows of text and images, by the tables of
+  ``image_settings.py`` and the layouts of ``image_layouts.py``.
 """

@@ -99,10 +99,17 @@ LAYOUTS: Mapping[str, Layout] = {
 PREFIX_TYPES = frozenset({"paligemma"})
 """The types whose token types are 0 in the prefix, up to two tokens after the last image, and 1 in the answer."""
 
-NOT_DECODERS: Mapping[str, str] = {
-    name: "it is an encoder-decoder"
-    for name in ("florence2", "pix2struct", "udop", "t5gemma2", "pp_formulanet", "vision-encoder-decoder")
-}
 TIMM = "its image tower is timm's, which fastpack does not install"
-NOT_BUILT: Mapping[str, str] = {"fast_vlm": TIMM, "gemma3n": TIMM, "perception_lm": TIMM} | NOT_DECODERS
+NO_DECODER = "it is an encoder-decoder"
+NOT_BUILT: Mapping[str, str] = {
+    "fast_vlm": TIMM,
+    "florence2": NO_DECODER,
+    "gemma3n": TIMM,
+    "perception_lm": TIMM,
+    "pix2struct": NO_DECODER,
+    "pp_formulanet": NO_DECODER,
+    "t5gemma2": NO_DECODER,
+    "udop": NO_DECODER,
+    "vision-encoder-decoder": NO_DECODER,
+}
 """The types that can't be built tiny, or are no decoders, and why."""
