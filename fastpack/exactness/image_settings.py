@@ -50,19 +50,24 @@ PARTIAL: dict[str, Any] = {
         "mrope_interleaved": True,
     }
 }
+GLM4V: dict[str, Any] = {"text_config": GLM_ROPE, "vision_config": {"intermediate_size": FFN}}
+QWEN2_5_TOWER: dict[str, Any] = {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}}
 NEEDS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
-    "glm4v": {"text_config": GLM_ROPE, "vision_config": {"intermediate_size": FFN}},
+    "cosmos3_omni": {"text_config": MROPE, **DEEPSTACK},
+    "exaone4_5": QWEN2_5_TOWER,
+    "glm46v": GLM4V,
+    "glm4v": GLM4V,
+    "glm4v_moe": GLM4V,
+    "glm_ocr": GLM4V,
+    "hyperclovax_vision_v2": QWEN2_5_TOWER,
     "idefics3": {"scale_factor": 2},
     "internvl": {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
     "lfm2_vl": {"projector_hidden_size": HIDDEN},
     "llava": {"vision_feature_layer": -1},
     "paligemma": {"projection_dim": HIDDEN, "hidden_size": HIDDEN},
-    "qwen2_5_vl": {
-        "text_config": MROPE,
-        "vision_config": {"fullatt_block_indexes": [1], "window_size": 16},
-    },
+    "qwen2_5_vl": {"text_config": MROPE, **QWEN2_5_TOWER},
     "qwen2_vl": {"text_config": MROPE},
     "qwen3_5": {"text_config": PARTIAL},
     "qwen3_5_moe": {"text_config": PARTIAL},
@@ -75,24 +80,39 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
 WITH: Mapping[str, tuple[str, ...]] = {"gemma4": ("vision_config",)}
 """Sub-configs by model type that the default config leaves out, image towers for example."""
 
-SQUARE, GRID, SIZED = Layout(square), Layout(grid), Layout(any_size)
+SQUARE, GRID, SIZED, TILES = Layout(square), Layout(grid), Layout(any_size), Layout(tile, per_row=True)
 LAYOUTS: Mapping[str, Layout] = {
+    "aya_vision": SQUARE,
+    "cohere2_vision": SQUARE,
+    "cosmos3_omni": GRID,
+    "exaone4_5": GRID,
     "gemma3": SQUARE,
     "gemma4": Layout(placed_patches, padding={"image_position_ids": -1}),
+    "glm46v": GRID,
     "glm4v": GRID,
-    "idefics3": Layout(tile, per_row=True),
+    "glm4v_moe": GRID,
+    "glm_ocr": GRID,
+    "got_ocr2": SQUARE,
+    "hyperclovax_vision_v2": GRID,
+    "idefics2": TILES,
+    "idefics3": TILES,
     "internvl": SQUARE,
     "lfm2_vl": Layout(spatial_shapes),
+    "lfm3_vl": GRID,
+    "lighton_ocr": SIZED,
     "llava": SQUARE,
     "mistral3": SIZED,
     "paligemma": SQUARE,
+    "qianfan_ocr": SQUARE,
     "qwen2_5_vl": GRID,
     "qwen2_vl": GRID,
     "qwen3_5": GRID,
     "qwen3_5_moe": GRID,
     "qwen3_vl": GRID,
     "qwen3_vl_moe": GRID,
-    "smolvlm": Layout(tile, per_row=True),
+    "qwen4_exp": GRID,
+    "smolvlm": TILES,
+    "video_llava": SQUARE,
 }
 """The layout of each model type's images. Types without one can't be sampled yet."""
 
