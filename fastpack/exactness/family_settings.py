@@ -34,6 +34,7 @@ def layers(*kinds: str, name: str = "layer_types", **more: Any) -> dict[str, Any
 
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
+MROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
 MIXED = layers(SLIDING, FULL, SLIDING, FULL)
 MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
@@ -102,6 +103,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },  # with the default, the inputs of its norms are so small that the stock model is off by 1e-4
     "dots3_note": DOTS3,
     "dots3_note_text": DOTS3,
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [64, 32]},
     "gemma2": EAGER,
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM},
@@ -146,17 +148,23 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "cohere_compass_text": {**MIXED, "rope_parameters": {SLIDING: {**ROPE, "mrope_section": [3, 3, 2]}, FULL: None}},
     "dbrx": {"attn_config": {"clip_qkv": 0.5, "rope_theta": 10_000.0}},
+    "cosmos3_edge_text": MROPE,
     "dots1": {**MIXED, "n_shared_experts": 1},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gemma3n_text": {**MIXED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gemma4": {"text_config": GEMMA4_EXPERTS},
     "gemma4_text": {**MIXED, "num_kv_shared_layers": 2},
     "gemma4_unified": {"text_config": GEMMA4_UNIFIED},
     "gemma4_unified_text": GEMMA4_UNIFIED,
+    "glm4v_text": MROPE,
+    "glm4v_moe_text": {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
+    "glm_ocr_text": MROPE,
     "granitemoehybrid": layers(LINEAR, FULL, LINEAR, FULL),
     "hunyuan_v1_dense": STATIC_NTK,
     "hunyuan_v1_moe": STATIC_NTK,
+    "hunyuan_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}},
     "laguna": layers(
         FULL,
         SLIDING,
@@ -188,13 +196,20 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": layers(LINEAR, "moe", FULL, "mlp", LINEAR, FULL, name="layers_block_type"),
     "olmo": {"clip_qkv": 0.5},
     "olmoe": {"clip_qkv": 0.5},
+    "paddleocr_vl_text": MROPE,
     "phi": {"qk_layernorm": True},
     "phi3": {"sliding_window": WINDOW},
     "phimoe": {"sliding_window": WINDOW},
     "qwen2": MIXED_BY_CHOICE,
+    "qwen2_5_omni_text": {**MIXED_BY_CHOICE, **MROPE},
+    "qwen2_5_vl_text": {**MIXED_BY_CHOICE, **MROPE},
     "qwen2_moe": {**MIXED_BY_CHOICE, "mlp_only_layers": [1]},
+    "qwen2_vl_text": {**MIXED_BY_CHOICE, **MROPE},
     "qwen3": MIXED_BY_CHOICE,
     "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_omni_moe_text": MROPE,
+    "qwen3_vl_moe_text": {**MROPE, "mlp_only_layers": [1]},
+    "qwen3_vl_text": MROPE,
     "qwen3_next": {"mlp_only_layers": [1]},
     "starcoder2": {"sliding_window": WINDOW},
     "vaultgemma": {"attn_logit_softcapping": 2.0},

@@ -5,12 +5,14 @@ fast too if they have a spec. Blocks of experts keep their stock forward.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fastpack.families.shared_specs import (
     COHERE,
     COHERE2_ATTENTION,
     DEEPSEEK_V3_ATTENTION,
     ERNIE4_5_ATTENTION,
+    ERNIE4_5_VL_ATTENTION,
     EXAONE4_ATTENTION,
     GEMMA2,
     GEMMA2_LAYER,
@@ -19,15 +21,18 @@ from fastpack.families.shared_specs import (
     GEMMA_NORM,
     GLM4_LAYER,
     GLM4_MOE_ATTENTION,
+    GLM4V_ATTENTION,
     GLM_ATTENTION,
     GPT_OSS_ATTENTION,
     GRANITE,
+    GRANITE_LAYER,
     GRANITE_MOE,
     GRANITE_MOE_MLP,
     GRANITE_SWA_ATTENTION,
     HUNYUAN_ATTENTION,
     LLAMA,
     LLAMA_ATTENTION,
+    LLAMA_LAYER,
     LLAMA_MLP,
     LLAMA_NORM,
     MISTRAL_ATTENTION,
@@ -50,6 +55,39 @@ from fastpack.families.shared_specs import (
     named,
 )
 from fastpack.families.spec import Family, Spec
+
+
+def _vision(
+    model_type: str, name: str, package: str, backbone: str = "TextModel", router: str = "", **specs: Spec
+) -> Family:
+    """Return the row of a vision-language model's text model, whose class of attention comes first in ``specs``.
+
+    The rotary module merges the axes of positions, so that attention gets tables as in other families.
+
+    Args:
+        model_type: the name of the text model's config.
+        name: the prefix of the classes' names.
+        package: as in :class:`Family`.
+        backbone: the text model's class, without prefix.
+        router: the class that chooses experts, without prefix; empty for none.
+        specs: the specs, by class name without prefix.
+    """
+    return Family(
+        model_type,
+        f"{name}{backbone}",
+        (f"{name}{next(iter(specs))}",),
+        package=package,
+        routers=(f"{name}{router}",) if router else (),
+        fast=named(name, **specs),
+    )
+
+
+def _qwen2_vl(model_type: str, name: str, package: str, backbone: str = "TextModel") -> Family:
+    """Return the row of a text model like Qwen2-VL's, whose MLP has Qwen2's name."""
+    row = _vision(
+        model_type, name, package, backbone, Attention=QWEN2_ATTENTION, RMSNorm=LLAMA_NORM, DecoderLayer=LLAMA_LAYER
+    )
+    return replace(row, fast={**row.fast, "Qwen2MLP": LLAMA_MLP})
 
 
 def _fast(
@@ -172,6 +210,115 @@ FAST_FAMILIES: tuple[Family, ...] = (
     _fast("starcoder2", "Starcoder2", Attention=STARCODER2_ATTENTION, RMSNorm=None, MLP=None),
     _fast("vaultgemma", "VaultGemma", GEMMA2, DecoderLayer=None),
     _fast("youtu", "Youtu", Attention=DEEPSEEK_V3_ATTENTION),
+    # the text models of vision-language models
+    _vision(
+        "ernie4_5_vl_moe_text",  # its layer tells its experts which tokens are of images
+        "Ernie4_5_VLMoe",
+        "ernie4_5_vl_moe",
+        router="MoeTopKRouter",
+        TextAttention=ERNIE4_5_VL_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        MLP=LLAMA_MLP,
+    ),
+    _vision(
+        "glm4v_text",
+        "Glm4v",
+        "glm4v",
+        TextAttention=GLM4V_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        TextMLP=PHI3_MLP,
+        TextDecoderLayer=GLM4_LAYER,
+    ),
+    _vision(
+        "glm4v_moe_text",
+        "Glm4vMoe",
+        "glm4v_moe",
+        router="TextTopkRouter",
+        TextAttention=LLAMA_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        TextRMSNorm=LLAMA_NORM,
+        TextMLP=LLAMA_MLP,
+        TextDecoderLayer=LLAMA_LAYER,
+    ),
+    _vision(
+        "glm_ocr_text",
+        "GlmOcr",
+        "glm_ocr",
+        TextAttention=GLM4V_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        TextMLP=PHI3_MLP,
+        TextDecoderLayer=GLM4_LAYER,
+    ),
+    _vision(
+        "cosmos3_edge_text",
+        "Cosmos3EdgeText",
+        "cosmos3_edge",
+        "Model",
+        Attention=LLAMA_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        DecoderLayer=LLAMA_LAYER,
+    ),
+    *(
+        _vision(
+            model_type,
+            name,
+            package,
+            "Model",
+            Attention=LLAMA_ATTENTION,
+            RMSNorm=LLAMA_NORM,
+            MLP=LLAMA_MLP,
+            DecoderLayer=GRANITE_LAYER,
+        )
+        for model_type, name, package in (
+            ("granite4_vision_text", "Granite4VisionText", "granite4_vision"),
+            ("granite_docling_text", "GraniteDoclingText", "granite_docling"),
+        )
+    ),
+    _vision(
+        "paddleocr_vl_text",
+        "PaddleOCR",
+        "paddleocr_vl",
+        Attention=QWEN2_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        MLP=LLAMA_MLP,
+        DecoderLayer=LLAMA_LAYER,
+    ),
+    _qwen2_vl("qwen2_vl_text", "Qwen2VL", "qwen2_vl"),
+    _qwen2_vl("qwen2_5_vl_text", "Qwen2_5_VL", "qwen2_5_vl"),
+    _qwen2_vl("qwen2_5_omni_text", "Qwen2_5Omni", "qwen2_5_omni", "ThinkerTextModel"),
+    _vision(
+        "qwen3_vl_text",
+        "Qwen3VLText",
+        "qwen3_vl",
+        "Model",
+        Attention=GLM4_MOE_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        MLP=LLAMA_MLP,
+        DecoderLayer=LLAMA_LAYER,
+    ),
+    _vision(
+        "qwen3_vl_moe_text",
+        "Qwen3VLMoeText",
+        "qwen3_vl_moe",
+        "Model",
+        router="TopKRouter",
+        Attention=GLM4_MOE_ATTENTION,
+        RMSNorm=LLAMA_NORM,
+        MLP=LLAMA_MLP,
+        DecoderLayer=LLAMA_LAYER,
+    ),
+    _vision(
+        "qwen3_omni_moe_text",
+        "Qwen3OmniMoe",
+        "qwen3_omni_moe",
+        "ThinkerTextModel",
+        router="ThinkerTextTopKRouter",
+        ThinkerTextAttention=QWEN3_ATTENTION,
+        ThinkerTextRMSNorm=LLAMA_NORM,
+        TextRMSNorm=LLAMA_NORM,
+        ThinkerTextMLP=LLAMA_MLP,
+        ThinkerTextDecoderLayer=LLAMA_LAYER,
+    ),
     # a module, or the head, drops the keyword packed_seq_lens
     Family(
         "emu3",

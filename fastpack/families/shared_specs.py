@@ -52,7 +52,9 @@ COHERE2_ATTENTION = AttentionSpec(
     rope_layout="interleaved", rope_in_float32=True, rope_if=("sliding_window",), window="sliding_window"
 )
 GLM_ATTENTION = AttentionSpec(rope_layout="interleaved", rope_tables="repeated")
+GLM4V_ATTENTION = AttentionSpec(rope_layout="interleaved")
 ERNIE4_5_ATTENTION = replace(GLM_ATTENTION, rope_in_float32=True)
+ERNIE4_5_VL_ATTENTION = replace(GLM4V_ATTENTION, rope_in_float32=True)
 
 # latents, shared keys
 DEEPSEEK_V3_ATTENTION = LatentAttentionSpec()

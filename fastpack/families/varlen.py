@@ -87,6 +87,13 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     Family("gpt_bigcode", "GPTBigCodeModel", ("GPTBigCodeAttention",)),
     Family("gpt_neox", "GPTNeoXModel", ("GPTNeoXAttention",)),
     Family(
+        "hunyuan_vl_text",  # the two elements of a pair may be rotated by positions of different axes
+        "HunYuanVLTextModel",
+        ("HunYuanVLDenseV1Attention",),
+        package="hunyuan_vl",
+        fast=named("HunYuanVL", **LLAMA_PARTS),
+    ),
+    Family(
         "jetmoe",
         "JetMoeModel",
         ("JetMoeAttention",),

@@ -1,0 +1,58 @@
+"""The text models of vision-language models, as backbones of their own, equal each sequence alone."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import fastpack
+from fastpack.errors import FastpackWarning, UntriedVersionWarning
+from fastpack.exactness.inputs import INPUT_KINDS
+from fastpack.exactness.oracle import Oracle, checkpointings
+from fastpack.exactness.tiny import build, model_types, tiny_config
+from fastpack.families.registry import FAMILIES
+
+HERE = sorted(
+    name
+    for name, family in FAMILIES.items()
+    if name not in model_types() and name in CONFIG_MAPPING and (family.package or name) != name
+)
+"""The text models that only a vision-language model holds, of those that the installed transformers has."""
+
+
+def text_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    family = FAMILIES[name]
+    cls = getattr(importlib.import_module(family.module), family.backbone)
+    return build(cls._from_config, tiny_config(name), dtype=dtype).train()
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", HERE)
+def test_exact(name: str) -> None:
+    """Each kind of input is exact, with both kinds of checkpointing; taken for one sequence, it is not."""
+    family, model = FAMILIES[name], text_model(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastpackWarning)
+        warnings.simplefilter("ignore", UntriedVersionWarning)
+        fastpack.patch(model)
+    report = fastpack.report(model)
+    assert report.tier == family.tier
+    assert not report.skipped
+    oracle = Oracle.of(lambda dtype: text_model(name, dtype), torch.float32, family.routers)
+    result = oracle.prove(model)
+    assert result.problem is None
+    assert len(result.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", HERE)
+def test_the_stock_model_leaks(name: str) -> None:
+    """The same proof fails for the stock model, which takes packed sequences for one."""
+    oracle = Oracle.of(lambda dtype: text_model(name, dtype), torch.float32, FAMILIES[name].routers)
+    result = oracle.prove(text_model(name))
+    assert {check.what: check.error for check in result.checks}["packed_seq_lens"] > 0.01
