@@ -87,7 +87,7 @@ def _qwen2_vl(model_type: str, name: str, package: str, backbone: str = "TextMod
     row = _vision(
         model_type, name, package, backbone, Attention=QWEN2_ATTENTION, RMSNorm=LLAMA_NORM, DecoderLayer=LLAMA_LAYER
     )
-    return replace(row, fast={**row.fast, "Qwen2MLP": LLAMA_MLP})
+    return replace(row, fast={**row.fast, "Qwen2MLP": LLAMA_MLP}, namesakes=("Qwen2MLP",))
 
 
 def _fast(

@@ -48,7 +48,8 @@ def proved_spec(cls: Any, family: Family) -> Spec | None:
 
 def specs_of(family: Family) -> Iterator[tuple[str, str, Spec]]:
     """Yield each spec of a family: its name in the lock file, its class's name, and the spec."""
-    yield from ((name, name, spec) for name, spec in family.fast.items())
+    for name, spec in family.fast.items():
+        yield f"{name} ({family.model_type})" if name in family.namesakes else name, name, spec
     yield from ((f"{name} (earlier)", name, spec) for name, spec in family.earlier.items())
 
 

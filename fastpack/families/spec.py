@@ -241,6 +241,7 @@ class Family:
         fast: the classes with fast forwards, each with its spec (:mod:`fastpack.families.shared_specs`). A fast forward
             is used if the class's source was proved (:mod:`fastpack.families.lock`), or if a twin of the class matches.
         earlier: the specs of some of these classes in earlier releases of transformers.
+        namesakes: the names in ``fast`` that a class of another family's file has, too.
     """
 
     model_type: str
@@ -268,6 +269,7 @@ class Family:
     routers: tuple[str, ...] = ()
     fast: Mapping[str, Spec] = field(default_factory=dict)
     earlier: Mapping[str, Spec] = field(default_factory=dict)
+    namesakes: tuple[str, ...] = ()
 
     @property
     def tier(self) -> Tier:

@@ -14,6 +14,7 @@ from torch import nn
 
 from fastpack.exactness import tiny
 from fastpack.exactness.family_settings import NEEDS, TRAITS
+from fastpack.families.registry import FAMILIES
 
 MANY_PARAMETERS = 1_000_000
 
@@ -60,11 +61,11 @@ def test_every_family_has_a_tiny_config_or_a_reason() -> None:
 
 def test_the_tables_name_only_known_families() -> None:
     assert len(set(KNOWN)) == len(KNOWN)
-    assert TRAITS.keys() <= set(KNOWN)
+    assert TRAITS.keys() <= {*KNOWN, *FAMILIES}
     assert tiny.NOT_BUILT.keys() <= set(OTHERS)
     assert not TRAITS.keys() & tiny.NOT_BUILT.keys()
     configs = {tiny.model_class(name).config_class.model_type for name in tiny.model_types()}
-    assert NEEDS.keys() <= configs | {*KNOWN}
+    assert NEEDS.keys() <= configs | {*KNOWN, *FAMILIES}
 
 
 def test_what_is_not_built_still_has_its_reason() -> None:
