@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.two_way import SeenRanges, TwoWay, seen_ranges
+
+_REASONS = {"two_way": "is causal, and does not support image blocks, whose tokens see later ones"}
+"""What a backend says instead of an attribute's name."""
 
 
 @dataclass(frozen=True)
@@ -16,37 +21,28 @@ class Visibility:
     """The keys that a query sees: a range of its own sequence, and earlier segments that several sequences share.
 
     The query at position p sees ``[start, p + 1)`` of its sequence. The range starts at the first token, or holds at
-    most ``window`` tokens. Each backend names the attributes that it serves in ``SERVES``. A new attribute (for a range
-    that ends after the query, as in blocks of an image, or that begins on another rank) is refused by each backend that
-    does not name it.
+    most ``window`` tokens. In a block of an image, it ends with the block. Each backend names the attributes that it
+    serves in ``SERVES``. A new attribute (for a range that begins on another rank) is refused by each backend that does
+    not name it.
 
     Attributes:
-        window: how many tokens a query sees, itself included; None for all tokens before it.
+        window: how many tokens a query sees up to itself; None for all tokens before it.
+        two_way: how the layer uses the batch's blocks (:class:`fastpack.packing.two_way.TwoWayBlocks`); None if the
+            batch has none, or the layer ignores them.
         segments: True if sequences have a common beginning whose tokens are stored once, in segments before
             the tokens that differ (:class:`fastpack.packing.prefixes.SharedTokens`).
     """
 
     window: int | None = None
     segments: bool = False
+    two_way: TwoWay | None = None
 
     def rejects(self, serves: Collection[str]) -> str | None:
         """Return why a backend that serves only these attributes can't compute this visibility, or None."""
         for part in type(self).__dataclass_fields__.values():  # fields() would filter them anew in each layer
             if part.name not in serves and getattr(self, part.name) != part.default:
-                return f"does not support {part.name}"
+                return _REASONS.get(part.name, f"does not support {part.name}")
         return None
-
-    def block(self, at: int, end: int, device: torch.device) -> tuple[int, Tensor]:
-        """Return the keys that the queries at positions ``[at, end)`` of a sequence see.
-
-        Returns:
-            The position of the first key that any of these queries sees; and a mask, bool ``[queries, keys]``, over
-            the keys from that position to ``end``: True where the query sees the key.
-        """
-        first = 0 if self.window is None else max(0, at - self.window + 1)
-        distance = torch.arange(at, end, device=device)[:, None] - torch.arange(first, end, device=device)
-        seen = distance >= 0
-        return first, seen if self.window is None else seen & (distance < self.window)
 
 
 @dataclass(frozen=True)
@@ -92,6 +88,8 @@ class AttentionShape:
             parts.append(f"window {self.visibility.window}")
         if self.visibility.segments:
             parts.append("earlier segments")
+        if self.visibility.two_way:
+            parts.append("image blocks")
         if self.softcap is not None:
             parts.append(f"softcap {self.softcap:g}")
         if self.sinks:
@@ -101,9 +99,23 @@ class AttentionShape:
         return ", ".join(parts)
 
 
+class Run(NamedTuple):
+    """A run of neighbouring sequences of one length: ``n`` sequences of L tokens.
+
+    Attributes:
+        q, k, v: ``[n, L, heads, dim]``, views of the call's tensors.
+        begin: the index of its first token.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    begin: int
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One layer's packed causal attention.
+    """One layer's packed attention: causal, but for blocks of tokens that see each other in both directions.
 
     It computes ``softmax(softcap(scale * q k^T) | sinks) v`` over the keys that :attr:`visibility` describes.
 
@@ -116,6 +128,7 @@ class AttentionCall:
         sinks: ``[H]`` or None.
         window: as in :class:`Visibility`.
         softcap, dropout: as in :class:`AttentionShape`.
+        two_way: how this layer uses the batch's blocks, if it has any; None for a layer that is causal in any batch.
     """
 
     q: Tensor
@@ -127,6 +140,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
+    two_way: TwoWay | None = None
 
     def __post_init__(self) -> None:
         """Check the counts of tokens and the window."""
@@ -163,7 +177,20 @@ class AttentionCall:
     def visibility(self) -> Visibility:
         """The keys that a query of this batch sees, without a window if no sequence is longer than the window."""
         window = None if self.window is None or self.window >= self.packed.max_seqlen else self.window
-        return Visibility(window, segments=self.packed.shared is not None)
+        two_way = None if self.packed.two_way is None else self.two_way
+        return Visibility(window, segments=self.packed.shared is not None, two_way=two_way)
+
+    @property
+    def seen_ranges(self) -> SeenRanges | None:
+        """The keys that each query sees, as numbers for each token; None if the call is causal.
+
+        They are computed once for a batch, a window and a way to use the blocks.
+        """
+        window, two_way = self.visibility.window, self.visibility.two_way
+        blocks, packed = self.packed.two_way, self.packed
+        if blocks is None or two_way is None:
+            return None
+        return packed.memo(("seen", window, two_way), lambda: seen_ranges(packed, blocks, window, two_way))
 
     @property
     def groups(self) -> int:
@@ -174,8 +201,8 @@ class AttentionCall:
         """Return the same call on other tensors of the same shapes."""
         return replace(self, q=q, k=k, v=v)
 
-    def runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield q, k and v of each run of equally long neighbours, ``[n, L, heads, dim]``, as views.
+    def runs(self) -> Iterator[Run]:
+        """Yield each run of equally long neighbours.
 
         All runs are split at once: the backward of a split is one concatenation, while the backward of each slice
         would be a zero-filled copy of the whole.
@@ -183,8 +210,41 @@ class AttentionCall:
         runs = self.packed.runs
         sizes = [count * length for count, length in runs]
         pieces = zip(*(t.split(sizes) if len(sizes) > 1 else (t,) for t in (self.q, self.k, self.v)), strict=True)
+        begin = 0
         for (q, k, v), (count, length) in zip(pieces, runs, strict=True):
-            yield q.unflatten(0, (count, length)), k.unflatten(0, (count, length)), v.unflatten(0, (count, length))
+            size = (count, length)
+            yield Run(q.unflatten(0, size), k.unflatten(0, size), v.unflatten(0, size), begin)
+            begin += count * length
+
+    def block(self, run: Run, at: int, end: int) -> tuple[slice, Tensor]:
+        """Return the keys that the queries at positions ``[at, end)`` of a run's sequences may see, and a mask.
+
+        Args:
+            run: one of :meth:`runs`.
+            at: the position of the first of these queries.
+            end: one past the last of them.
+
+        Returns:
+            The positions of the keys; and a mask over them, True where the query sees the key: bool
+            ``[queries, keys]`` if it is the same for all sequences, else ``[n, queries, keys]``. With blocks, whose
+            ends only the device knows, the keys run to the end of the sequences.
+        """
+        window, device = self.visibility.window, run.q.device
+        ranges = self.seen_ranges
+        cut_blocks = ranges is None or self.visibility.two_way == "in_window"
+        first = max(0, at - window + 1) if window is not None and cut_blocks else 0
+        if ranges is None:
+            distance = torch.arange(at, end, device=device)[:, None] - torch.arange(first, end, device=device)
+            seen = distance >= 0
+            return slice(first, end), seen if window is None else seen & (distance < window)
+        count, length = run.q.shape[:2]
+        token = torch.arange(run.begin, run.begin + count * length, device=device).view(count, 1, length)
+        first_key, end_key = (
+            x[run.begin : run.begin + count * length].view(count, length, 1)[:, at:end]
+            for x in (ranges.first_key, ranges.end_key)
+        )
+        key = token[..., first:]
+        return slice(first, length), (key >= first_key) & (key < end_key)
 
     def expanded_kv(self) -> tuple[Tensor, Tensor]:
         """Return k and v with each head repeated for its query heads, ``[T, H, ...]``: for kernels without groups."""

@@ -12,7 +12,7 @@ Importing this module registers the operator. Therefore it is imported only whil
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ from fastpack.backends.call import AttentionCall
 from fastpack.backends.registry import BACKENDS
 from fastpack.errors import BackendUnavailableError
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.two_way import TwoWay, TwoWayBlocks
 
 READ_LENGTHS = ("segments", "reference")
 """Backends that take lengths as Python ints, even on a GPU."""
+TENSORS = 8
+"""The operator's first arguments, which are tensors."""
 
 
 def run(backend: str, call: AttentionCall) -> Tensor:
@@ -37,7 +40,7 @@ def run(backend: str, call: AttentionCall) -> Tensor:
             f"attention dropout of {call.dropout:g} can't be compiled on {backend}: set attention_dropout=0 in the "
             "config, or leave the model uncompiled."
         )
-    packed = call.packed
+    packed, blocks = call.packed, call.packed.two_way
     return torch.ops.fastpack.packed_attention(
         call.q,
         call.k,
@@ -45,10 +48,13 @@ def run(backend: str, call: AttentionCall) -> Tensor:
         call.sinks,
         packed.cu_seqlens,
         packed.position_ids,
+        None if blocks is None else blocks.first,
+        None if blocks is None else blocks.end,
         packed.max_seqlen,
         call.scale,
         call.window,
         call.softcap,
+        call.two_way,
         backend,
     )
 
@@ -61,13 +67,17 @@ def _forward(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     position_ids: Tensor,
+    block_first: Tensor | None,
+    block_end: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int | None,
     softcap: float | None,
+    two_way: str | None,
     backend: str,
 ) -> Tensor:
-    return _attend(q, k, v, sinks, cu_seqlens, position_ids, max_seqlen, scale, window, softcap, backend)
+    packing = (cu_seqlens, position_ids, block_first, block_end, max_seqlen)
+    return _attend(q, k, v, sinks, *packing, scale, window, softcap, two_way, backend)
 
 
 @torch.library.custom_op("fastpack::packed_attention_backward", mutates_args=())
@@ -79,10 +89,13 @@ def _backward(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     position_ids: Tensor,
+    block_first: Tensor | None,
+    block_end: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int | None,
     softcap: float | None,
+    two_way: str | None,
     backend: str,
 ) -> list[Tensor]:
     # An operator runs beneath autograd, but this one needs autograd to record its forward. The public way,
@@ -92,7 +105,8 @@ def _backward(
         inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
         q, k, v = inputs[:3]
         last = None if sinks is None else inputs[3]
-        out = _attend(q, k, v, last, cu_seqlens, position_ids, max_seqlen, scale, window, softcap, backend)
+        packing = (cu_seqlens, position_ids, block_first, block_end, max_seqlen)
+        out = _attend(q, k, v, last, *packing, scale, window, softcap, two_way, backend)
         return [g.contiguous() for g in torch.autograd.grad(out, inputs, grad)]
 
 
@@ -103,17 +117,21 @@ def _attend(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     position_ids: Tensor,
+    block_first: Tensor | None,
+    block_end: Tensor | None,
     max_seqlen: int,
     scale: float,
     window: int | None,
     softcap: float | None,
+    two_way: str | None,
     backend: str,
 ) -> Tensor:
     reads = q.device.type == "cpu" or backend in READ_LENGTHS
     lengths = tuple(length for length in cu_seqlens.diff().tolist() if length) if reads else ()
-    packed = PackedSeqLens(lengths, cu_seqlens, position_ids, max_seqlen)
+    blocks = None if block_first is None or block_end is None else TwoWayBlocks(block_first, block_end)
+    packed = PackedSeqLens(lengths, cu_seqlens, position_ids, max_seqlen, two_way=blocks)
     with torch.autocast(q.device.type, enabled=False):  # the caller has already cast q, k and v
-        call = AttentionCall(q, k, v, packed, scale, window=window, softcap=softcap, sinks=sinks)
+        call = AttentionCall(q, k, v, packed, scale, window, softcap, sinks, two_way=cast("TwoWay | None", two_way))
         return BACKENDS[backend].run(call).contiguous()
 
 
@@ -128,13 +146,13 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: A
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.settings = inputs[6:]
+    ctx.save_for_backward(*inputs[:TENSORS])
+    ctx.settings = inputs[TENSORS:]
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.ops.fastpack.packed_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *(None,) * (6 - len(grads) + len(ctx.settings)))
+    return (*grads, *(None,) * (TENSORS - len(grads) + len(ctx.settings)))
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

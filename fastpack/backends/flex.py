@@ -16,10 +16,11 @@ from torch import Tensor
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import FLOAT_DTYPES, Limits, lacks, needs_cuda, wrong_dtype, wrong_sizes
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.two_way import SeenRanges
 from fastpack.utils.compile import compile_often
 
-SERVES = ("window",)
-LIMITS = Limits("a GPU from Ampere on, compiled", ("softcap", "sinks"), "comes with torch")
+SERVES = ("window", "two_way")
+LIMITS = Limits("a GPU from Ampere on, compiled", ("softcap", "sinks", "image blocks"), "comes with torch")
 
 BLOCK = 128
 
@@ -36,11 +37,13 @@ def run(call: AttentionCall) -> Tensor:
     """Return ``[T, H, V]``; the kernel reads grouped key/value heads without repeating them."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    window = call.visibility.window
+    window, ranges = call.visibility.window, call.seen_ranges
     q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.k, call.v))
     keywords: dict[str, Any] = {
         "score_mod": None if call.softcap is None else _softcap(call, call.softcap),
-        "block_mask": call.packed.memo(("flex", window), lambda: block_mask(call.packed, window)),
+        "block_mask": call.packed.memo(
+            ("flex", window, call.visibility.two_way), lambda: block_mask(call.packed, window, ranges)
+        ),
         "scale": call.scale,
         "enable_gqa": call.groups > 1,
         "kernel_options": {"BACKEND": "TRITON"},  # else torch picks its decoding kernel for short batches
@@ -53,36 +56,49 @@ def run(call: AttentionCall) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
-    """Build the ``BlockMask`` of packed causal attention by comparing ``(T / 128)^2`` blocks, never T x T tokens.
+def block_mask(packed: PackedSeqLens, window: int | None, ranges: SeenRanges | None = None) -> Any:
+    """Build the ``BlockMask`` of packed attention by comparing ``(T / 128)^2`` blocks, never T x T tokens.
 
-    A query block sees key blocks from the first key that its first token sees up to its own block. A key block is full
-    (it needs no mask) if it begins at or after the first key that the query block's last token sees.
+    A query block sees key blocks from the first key that its first token sees to the last key that its last token sees.
+    A key block is full (it needs no mask) if it lies between the first key that the query block's last token sees and
+    the last key that its first token sees.
+
+    Args:
+        packed: where sequences begin.
+        window: how many tokens a query sees up to itself, or None.
+        ranges: the keys that each query sees, if the batch has blocks that see ahead; else attention is causal.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     device = packed.cu_seqlens.device
     total = packed.total_tokens
     blocks = -(-total // BLOCK)
-    # the first key that each token may see: its sequence's first token, or the window's edge
-    sequence_start = packed.cu_seqlens[:-1].long()[packed.seq_idx[0].long()]
-    first_key = sequence_start
-    if window is not None:
-        first_key = torch.maximum(first_key, torch.arange(total, device=device) - window + 1)
+    if ranges is None:
+        token = torch.arange(total, device=device)
+        first_key, end_key = packed.cu_seqlens[:-1].long()[packed.seq_idx[0].long()], token + 1
+        if window is not None:
+            first_key = torch.maximum(first_key, token - window + 1)
+        mask_mod = _mask_mod(packed.seq_idx[0], window)
+    else:
+        first_key, end_key = ranges.first_key, ranges.end_key
+        mask_mod = _range_mask_mod(first_key, end_key)
+    # neither end of the range falls from one token to the next
     edge = torch.arange(blocks, device=device) * BLOCK
-    lowest = first_key[edge] // BLOCK  # first_key never falls from one token to the next
     last_token = (edge + BLOCK - 1).clamp(max=total - 1)
     whole = edge + BLOCK <= total  # the last block may hold fewer tokens, and is then never full
-    row, column = torch.arange(blocks, device=device)[:, None], torch.arange(blocks, device=device)[None]
-    seen = (column >= lowest[:, None]) & (column <= row)
-    full = (column < row) & (column * BLOCK >= first_key[last_token][:, None]) & whole[:, None]
+    column = torch.arange(blocks, device=device)[None]
+    lowest, highest = first_key[edge] // BLOCK, (end_key[last_token] - 1) // BLOCK
+    seen = (column >= lowest[:, None]) & (column <= highest[:, None])
+    after_first, before_end = (
+        column * BLOCK >= first_key[last_token][:, None],
+        (column + 1) * BLOCK <= end_key[edge][:, None],
+    )
+    full = after_first & before_end & whole[:, None]
     fields: dict[str, Any] = {}
     for kind, blocks_of_kind in (("", seen & ~full), ("full_", full)):
         # from_kv_blocks would transpose the blocks with vmap, which does not work inside an operator
         fields |= _ordered(f"{kind}kv", blocks_of_kind) | _ordered(f"{kind}q", blocks_of_kind.T)
-    return BlockMask(
-        **fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_mask_mod(packed.seq_idx[0], window), seq_lengths=(total, total)
-    )
+    return BlockMask(**fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, seq_lengths=(total, total))
 
 
 def _ordered(side: str, blocks: Tensor) -> dict[str, Tensor]:
@@ -104,6 +120,13 @@ def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:
         return visible(batch, head, query, key) & (query - key < limit)
 
     return visible_in_window
+
+
+def _range_mask_mod(first_key: Tensor, end_key: Tensor) -> Callable[..., Tensor]:
+    def in_range(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first_key[query]) & (key < end_key[query])
+
+    return in_range
 
 
 def _softcap(call: AttentionCall, limit: float) -> Callable[..., Tensor]:

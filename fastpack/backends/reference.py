@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.call import AttentionCall, AttentionShape, Run
 from fastpack.backends.limits import Limits
 
-SERVES = ("window",)
-LIMITS = Limits("anything; plain float32, slow", ("softcap", "sinks", "dropout"), "comes with fastpack")
+SERVES = ("window", "two_way")
+LIMITS = Limits("anything; plain float32, slow", ("softcap", "sinks", "dropout", "image blocks"), "comes with fastpack")
 
 QUERY_BLOCK = 512
 
@@ -32,22 +32,23 @@ def run(call: AttentionCall) -> Tensor:
         call = replace(call, sinks=call.sinks.to(wide))
     out: list[Tensor] = []
     with torch.autocast(call.q.device.type, enabled=False):
-        for q, k, v in call.runs():
-            count, length = q.shape[:2]
+        for run in call.runs():
+            count, length = run.q.shape[:2]
             # [n, K, G, L, D] for queries, [n, K, L, D] for keys and values: grouped heads without a copy
-            q = q.to(wide).unflatten(2, (-1, call.groups)).permute(0, 2, 3, 1, 4)
-            k, v = (t.to(wide).transpose(1, 2) for t in (k, v))
-            blocks = [_block(call, q[..., at : at + QUERY_BLOCK, :], k, v, at) for at in range(0, length, QUERY_BLOCK)]
+            q = run.q.to(wide).unflatten(2, (-1, call.groups)).permute(0, 2, 3, 1, 4)
+            k, v = (t.to(wide).transpose(1, 2) for t in (run.k, run.v))
+            blocks = [_block(call, run, q, k, v, at) for at in range(0, length, QUERY_BLOCK)]
             merged = torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0]
             out.append(merged.permute(0, 3, 1, 2, 4).reshape(count * length, call.q.shape[1], -1))
     return torch.cat(out).to(call.q.dtype) if len(out) > 1 else out[0].to(call.q.dtype)
 
 
-def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    """Attend with queries ``[n, K, G, block, D]``, which begin at position ``at``, to the keys that they may see."""
-    end = at + q.shape[-2]
-    first, seen = call.visibility.block(at, end, q.device)
-    k, v = k[:, :, None, first:end], v[:, :, None, first:end]
+def _block(call: AttentionCall, run: Run, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+    """Attend with the queries ``[n, K, G, block, D]`` from position ``at`` on to the keys that they may see."""
+    q = q[..., at : at + QUERY_BLOCK, :]
+    keys, seen = call.block(run, at, at + q.shape[-2])
+    k, v = k[:, :, None, keys], v[:, :, None, keys]
+    seen = seen if seen.ndim == 2 else seen[:, None, None]
     scores = q @ k.transpose(-1, -2) * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)

@@ -2,6 +2,7 @@
 
 It needs no padding and no varlen kernel: neighbouring sequences of equal length share a call, as a batch. If a window
 is shorter than a sequence, queries are taken in blocks, each with a band mask of at most ``[block, block + window]``.
+If images have blocks that see ahead, queries are taken in blocks, too, each with a mask ``[block, keys]``.
 Long sequences for which torch has no fused kernel are taken in blocks too, so that only one block's scores exist at
 once.
 """
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.call import AttentionCall, AttentionShape, Run
 from fastpack.backends.limits import HALF_DTYPES, Limits, lacks
 
-SERVES = ("window",)
-LIMITS = Limits("anything: a CPU, an Apple chip", ("dropout",), "comes with torch")
+SERVES = ("window", "two_way")
+LIMITS = Limits("anything: a CPU, an Apple chip", ("dropout", "image blocks"), "comes with torch")
 
 QUERY_BLOCK = 512
 
@@ -33,14 +34,15 @@ def run(call: AttentionCall) -> Tensor:
     """Return ``[T, H, V]``."""
     out: list[Tensor] = []
     with _kernels(call.q.device):
-        for q, k, v in call.runs():
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        causal = call.visibility.two_way is None
+        for run in call.runs():
+            q, k, v = (t.transpose(1, 2) for t in (run.q, run.k, run.v))
             length = q.shape[2]
-            whole = call.window is None or call.window >= length
+            whole = causal and (call.window is None or call.window >= length)
             if whole and (length <= QUERY_BLOCK or _has_fused_kernel(call)):
                 block = _sdpa(call, q, k, v, None)
             else:
-                block = torch.cat([_banded(call, q, k, v, at) for at in range(0, length, QUERY_BLOCK)], 2)
+                block = torch.cat([_banded(call, run, q, k, v, at) for at in range(0, length, QUERY_BLOCK)], 2)
             out.append(block.transpose(1, 2).flatten(0, 1))
     return torch.cat(out) if len(out) > 1 else out[0]
 
@@ -52,10 +54,10 @@ def _has_fused_kernel(call: AttentionCall) -> bool:
     return call.q.device.type != "cuda" or call.groups == 1 or call.q.dtype in HALF_DTYPES
 
 
-def _banded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    end = min(at + QUERY_BLOCK, q.shape[2])
-    first, seen = call.visibility.block(at, end, q.device)
-    return _sdpa(call, q[:, :, at:end], k[:, :, first:end], v[:, :, first:end], seen)
+def _banded(call: AttentionCall, run: Run, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+    q = q[:, :, at : at + QUERY_BLOCK]
+    keys, seen = call.block(run, at, at + q.shape[2])
+    return _sdpa(call, q, k[:, :, keys], v[:, :, keys], seen if seen.ndim == 2 else seen[:, None])
 
 
 def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

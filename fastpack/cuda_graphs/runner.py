@@ -263,6 +263,8 @@ def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str 
     for name in ("output_hidden_states", "output_router_logits"):
         if arguments.get(name) is None and getattr(backbone.config, name, False):
             return f"the config sets {name}"
+    if arguments["packed_seq_lens"].two_way is not None:
+        return "the batch has image blocks"
     for name, value in arguments.items():
         if name in _SET_BY_PATCH or name in _FOR_THE_LOSS or value is None or value is False:
             continue

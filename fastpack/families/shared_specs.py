@@ -29,13 +29,15 @@ STARCODER2_ATTENTION = AttentionSpec(window="config.sliding_window", out_dropout
 SEED_OSS_ATTENTION = AttentionSpec(out_dropout="residual_dropout")
 PHI3_ATTENTION = AttentionSpec(qkv="qkv_proj", window="config.sliding_window")
 SMOLLM3_ATTENTION = AttentionSpec(rope_if=("use_rope",), window="sliding_window")
-GEMMA2_ATTENTION = AttentionSpec(window="sliding_window", softcap="attn_logit_softcapping")
+GEMMA_ATTENTION = AttentionSpec(two_way="whole")  # the blocks are PaliGemma's prefixes
+GEMMA2_ATTENTION = AttentionSpec(window="sliding_window", softcap="attn_logit_softcapping", two_way="whole")
 GRANITE_SWA_ATTENTION = AttentionSpec(window="sliding_window", sinks="sinks")
 GPT_OSS_ATTENTION = AttentionSpec(window="sliding_window", sinks="sinks", rope_tables="once")
 FALCON_H1_ATTENTION = AttentionSpec(key_scale="key_multiplier")
 
 # queries and keys normalised
 QWEN3_ATTENTION = AttentionSpec(qk_norm="head", window="sliding_window")
+GEMMA3_ATTENTION = replace(QWEN3_ATTENTION, two_way="in_window")
 GLM4_MOE_ATTENTION = AttentionSpec(qk_norm="head")
 QWEN3_NEXT_ATTENTION = AttentionSpec(qk_norm="head", gated=True)
 LFM2_ATTENTION = AttentionSpec(qk_norm="head", norms=("q_layernorm", "k_layernorm"), out="out_proj", dropout=None)
@@ -58,7 +60,7 @@ ERNIE4_5_VL_ATTENTION = replace(GLM4V_ATTENTION, rope_in_float32=True)
 
 # latents, shared keys
 DEEPSEEK_V3_ATTENTION = LatentAttentionSpec()
-GEMMA4_ATTENTION = SharedAttentionSpec()
+GEMMA4_ATTENTION = SharedAttentionSpec(two_way="in_window")
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 

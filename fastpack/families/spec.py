@@ -11,6 +11,7 @@ from typing import Literal
 
 from fastpack.ops.kinds import Rounding
 from fastpack.ops.rope import Layout
+from fastpack.packing.two_way import TwoWay
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class AttentionSpec:
         window_if: the name of an attribute that is falsy in layers without the window, or None.
         dropout, out_dropout: the name of the probability with which scores (``dropout``) or results of ``out``
             (``out_dropout``) are dropped, or None.
+        two_way: how every layer uses the blocks of a batch that has some (images); None if it is causal in any batch.
     """
 
     qkv: str | None = None
@@ -54,6 +56,7 @@ class AttentionSpec:
     sinks: str | None = None
     dropout: str | None = "attention_dropout"
     out_dropout: str | None = None
+    two_way: TwoWay | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,13 @@ class SharedAttentionSpec:
 
     Attributes:
         out, dropout, out_dropout: as in :class:`AttentionSpec`.
+        two_way: as in :class:`AttentionSpec`, for layers with a window; the others are causal.
     """
 
     out: str = "o_proj"
     dropout: str | None = "attention_dropout"
     out_dropout: str | None = None
+    two_way: TwoWay | None = None
 
 
 AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | SharedAttentionSpec

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastpack.attention_dispatch import AttentionCall, attend
-from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec, Spec
 from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.project import project_modules
 from fastpack.layers.rope import Tables, normalise_and_rotate, repeated
@@ -23,6 +23,7 @@ from fastpack.ops.autograd import as_row
 from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.two_way import TwoWay
 from fastpack.utils.protocols import AttentionLike
 from fastpack.utils.replacement import Replacement
 
@@ -99,7 +100,7 @@ def attend_heads(
         packed: the lengths of the sequences.
         shared: keys and values that layers share, in families that share them.
     """
-    modifiers: dict[str, Any] = {}
+    modifiers: dict[str, Any] = {"two_way": two_way_of(module, spec)}
     gate = None
     if isinstance(spec, LatentAttentionSpec):
         assert position_embeddings is not None, "latent attention has rotary positions"
@@ -119,6 +120,13 @@ def attend_heads(
     call = AttentionCall(q, k, v, packed, scale=module.scaling, dropout=dropout, **modifiers)
     out = attend(call, runtime.attention).flatten(1)
     return out if gate is None else out * torch.sigmoid(gate)
+
+
+def two_way_of(module: Any, spec: Spec | None) -> TwoWay | None:
+    """Return how an attention module uses a batch's blocks, or None if it is causal in any batch."""
+    if isinstance(spec, SharedAttentionSpec):
+        return None if module.sliding_window is None else spec.two_way
+    return spec.two_way if isinstance(spec, AttentionSpec) else None
 
 
 def drop(module: nn.Module, name: str | None, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from fastpack.layers.stock_attention import STOCK_CONFIG, attention_table, eager
 from fastpack.packing.context import PackingContext
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.two_way import TwoWay
 from fastpack.utils.classes import stock_class
 from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Forward
@@ -30,6 +31,8 @@ _LAST_VALUES = "_fastpack_last_values"
 """The attribute of a private config that holds the stock config's values when they were last copied."""
 SCOPE = "_fastpack_scope"
 """The attribute of a private config that holds the packing context, or None if a keyword passes the packing."""
+TWO_WAY = "_fastpack_two_way"
+"""The attribute of a private config that says how its modules use the blocks of a batch, or None."""
 
 
 def packed_interface(
@@ -97,6 +100,7 @@ def packed_interface(
             softcap=softcap or None,
             sinks=s_aux,
             dropout=dropout,
+            two_way=getattr(module.config, TWO_WAY),
         ),
         attention,
     )
@@ -108,12 +112,22 @@ def stock_config(module: nn.Module) -> Any:
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
-def private_config(config: ConfigLike, attention: str, scope: PackingContext | None) -> Any:
-    """Copy a config. The copy names fastpack's attention, and holds the original config and the packing context."""
+def private_config(
+    config: ConfigLike, attention: str, scope: PackingContext | None, two_way: TwoWay | None = None
+) -> Any:
+    """Copy a config. The copy names fastpack's attention, and holds the original config and the packing context.
+
+    Args:
+        config: the original config.
+        attention: the requested backend, or ``auto``.
+        scope: the packing context, or None if a keyword passes the packing.
+        two_way: how the modules use the blocks of a batch; None if they are causal in any batch.
+    """
     private = copy.copy(config)
     setattr(private, _LAST_VALUES, dict(vars(config)))
     setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() writes to this one
     setattr(private, SCOPE, scope)
+    setattr(private, TWO_WAY, two_way)
     setattr(private, _IMPLEMENTATION, interface_name(attention))
     return private
 

@@ -104,6 +104,8 @@ class PrefixSharing:
         """Return why this batch can't share prefixes, or None."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
+        if packed.two_way is not None:
+            return "tokens of images see later ones, so that equal beginnings may differ"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():
             if name not in _HARMLESS and isinstance(value, Tensor) and columns in value.shape:

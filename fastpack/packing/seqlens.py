@@ -25,6 +25,7 @@ from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.padding import Padding
 from fastpack.packing.prefixes import Prefixes, SharedTokens, find_prefixes
+from fastpack.packing.two_way import TwoWayBlocks
 from fastpack.utils.tensors import map_tensors, send
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class PackedSeqLens:
         is_unwindowed: whether a 4-D mask lets each token see all of its sequence before it, whatever the model's
             window.
         prefixes: the prefixes that the sequences share, if they were looked for when the batch was read.
+        two_way: the blocks of tokens that see each other in both directions (images), in layers whose attention uses
+            them; None if every token sees only tokens up to itself.
         shared: the tokens of those prefixes, for modules that run on each of these tokens once; None if modules run on
             all T tokens. All other attributes describe the whole batch.
         row_count: the number of real tokens, as a tensor on the device; None outside of CUDA graphs. A graph is
@@ -110,6 +113,7 @@ class PackedSeqLens:
     bucket_padding: tuple[int, ...] = ()
     is_unwindowed: bool = False
     prefixes: Prefixes | None = None
+    two_way: TwoWayBlocks | None = None
     shared: SharedTokens | None = None
     row_count: RowCount | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -226,6 +230,7 @@ class PackedSeqLens:
             padding=padding,
             bucket=bucket,
             bucket_padding=bucket_padding,
+            two_way=None if self.two_way is None else self.two_way.padded(bucket.tokens),
             _memo={},
         )
 
@@ -263,7 +268,15 @@ class PackedSeqLens:
 
         Attention then takes and returns ``[U, heads, dim]``, where U counts the kept tokens. A policy and its reference
         model may get the same object, and then share the result.
+
+        Raises:
+            PackingError: the batch has blocks of tokens that see later ones, whose states depend on what follows.
         """
+        if self.two_way is not None:
+            raise PackingError(
+                "prefixes can't be shared in a batch with image blocks: tokens of a block see later ones, so equal "
+                "beginnings may have different states. Run it with all of its tokens."
+            )
 
         def build() -> PackedSeqLens:
             copies = prefixes.copies(self.lengths, self.cu_seqlens.device)

@@ -16,6 +16,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.model.head import head_forward
 from fastpack.model.unwrap import STATE_ATTRIBUTE, Parts, find_parts, refuse_wrapped, wrapper_chain
+from fastpack.packing.two_way import TwoWay
 from fastpack.patching.changes import Attribute, Change, restore_copies, restore_head
 from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
@@ -72,16 +73,17 @@ def apply(plan: PatchPlan, options: PatchOptions) -> None:
     """Install the changes of a plan, and store a record of them on the backbone."""
     register_interface(options.attention)
     changes: list[Change] = []
-    configs: dict[int, Any] = {}
+    configs: dict[tuple[int, TwoWay | None], Any] = {}
     for replacement in plan.replacements:
         changes.append(replacement)
         if replacement.function in (norm_forward, mlp_forward):
             changes.append(Attribute(replacement.module, FORWARD_COPY, replacement))
-    for module in plan.interface_modules:
-        original = module.config
-        if id(original) not in configs:
-            configs[id(original)] = private_config(original, options.attention, plan.runtime.layers.context)
-        changes.append(Attribute(module, "config", configs[id(original)]))
+    for module, two_way in plan.interface_modules.items():
+        key = id(module.config), two_way
+        if key not in configs:
+            context = plan.runtime.layers.context
+            configs[key] = private_config(module.config, options.attention, context, two_way)
+        changes.append(Attribute(module, "config", configs[key]))
     changes.append(plan.pre_hook)
     for change in changes:
         change.install()

@@ -23,7 +23,7 @@ from fastpack.families.spec import (
     Spec,
     Tier,
 )
-from fastpack.layers.attention import attention_forward
+from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.liger import spec_of, stands_for
 from fastpack.layers.mixers.forward import mixer_forward, packed_alibi
@@ -41,6 +41,7 @@ from fastpack.model.model_runtime import ModelRuntime, UserChanges
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
 from fastpack.model.unwrap import Parts, find_parts, refuse_captured_forward, refuse_wrapped, wrapper_chain
 from fastpack.packing.context import PackingContext
+from fastpack.packing.two_way import TwoWay
 from fastpack.patching.backend_choice import attention_shape, serving_backends
 from fastpack.patching.match import Match, settle
 from fastpack.patching.options import PatchOptions
@@ -87,7 +88,8 @@ class PatchPlan:
         backbone: The model's backbone.
         runtime: The runtime that the replacements share.
         replacements: The new methods of modules, not installed yet.
-        interface_modules: Attention modules that keep their own forward and attend through fastpack's interface.
+        interface_modules: Attention modules that keep their own forward and attend through fastpack's interface, each
+            with how it uses the blocks of a batch.
         pre_hook: The hook before the head, or before a bare backbone.
         mixing: The modules that mix tokens, each with its tier.
         report: What is known before the patch; :func:`fastpack.patching.inspection.inspect_patch` adds what may change.
@@ -96,7 +98,7 @@ class PatchPlan:
     backbone: nn.Module
     runtime: ModelRuntime
     replacements: tuple[Replacement[Any, Any], ...]
-    interface_modules: tuple[Any, ...]
+    interface_modules: Mapping[Any, TwoWay | None]
     pre_hook: PreHook[Any, Any]
     mixing: Mixing
     report: PatchReport
@@ -147,7 +149,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
         backbone,
         runtime,
         replacements,
-        through_interface,
+        {module: two_way_of(module, family.fast.get(own[module])) for module in through_interface},
         _plan_hook(parts, runtime, around),
         Mixing(backbone, tuple(_mixing_modules(recognised, replacements, through_interface))),
         replace(report, skipped=tuple(dict.fromkeys(recognised.skipped + skipped))),
