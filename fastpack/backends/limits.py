@@ -20,8 +20,8 @@ class Limits(NamedTuple):
 
     Attributes:
         needs: the devices and dtypes that it needs.
-        serves: the features that it trains with beyond causal attention and sliding windows: ``softcap``, ``sinks``
-            and ``dropout``. Numbers in parentheses are generations of flash-attn.
+        serves: the features that it trains with beyond causal attention and sliding windows: ``softcap``, ``sinks``,
+            ``dropout``, and ``image blocks`` that see ahead. Numbers in parentheses are generations of flash-attn.
         install: how to install it.
     """
 

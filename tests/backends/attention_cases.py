@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.two_way import TwoWay, TwoWayBlocks
 
 FIXED_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_FACTOR = 1.5
@@ -53,6 +55,7 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    two_way: TwoWay | None = None
 
     def __str__(self) -> str:
         return "-".join(f"{name}={value}" for name, value in self.__dict__.items())
@@ -68,6 +71,9 @@ class Case:
         """Return the call with random leaves. Values differ between devices and dtypes by rounding only."""
         generator = torch.Generator().manual_seed(seed)
         packed = PackedSeqLens.from_lengths(LENGTHS[self.lengths], device=device)
+        if self.two_way is not None:
+            numbers = torch.tensor([block_numbers(LENGTHS[self.lengths])], device=device)
+            packed = replace(packed, two_way=TwoWayBlocks.of(packed, numbers))
         kv_heads = 1 if self.lengths == "long" else 2  # a T x T formula in float64 is costly
         total, heads = packed.total_tokens, kv_heads * self.groups
 
@@ -85,7 +91,32 @@ class Case:
             window=self.window,
             softcap=self.softcap,
             sinks=leaf(heads) if self.sinks else None,
+            two_way=self.two_way,
         )
+
+
+def block_numbers(lengths: Iterable[int], seed: int = 0) -> list[int]:
+    """Return numbers of random blocks, -1 for text.
+
+    In every other sequence a block comes first, and in every other last. Neighbouring blocks of two sequences have the
+    same number. Most blocks are longer than a window of 7 tokens.
+    """
+    draw, numbers, number = random.Random(seed), list[int](), 0
+    for index, length in enumerate(lengths):
+        sequence: list[int] = []
+        while len(sequence) < length:
+            text = draw.randint(0, 5) if sequence or index % 2 == 0 else 0
+            size = draw.randint(2, 12) if length < 200 else draw.randint(2, 150)
+            sequence += [-1] * text + [number] * size
+            number += 1
+        sequence = sequence[:length]
+        if index % 2 == 0:
+            sequence[-(1 + length // 4) :] = [number] * (1 + length // 4)
+        elif numbers:
+            sequence[: 1 + length // 5] = [numbers[-1]] * (1 + length // 5)
+        numbers += sequence
+        number += index % 2
+    return numbers
 
 
 def product(factors: Mapping[str, Iterable[Any]]) -> list[Case]:
@@ -145,8 +176,9 @@ def formula(call: AttentionCall) -> Tensor:
     sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(call.packed.lengths)]).to(q.device)
     token = torch.arange(len(sequence), device=q.device)
     visible = (sequence[:, None] == sequence) & (token[:, None] >= token)
-    if call.window is not None:
-        visible &= token[:, None] - token < call.window
+    in_window = True if call.window is None else token[:, None] - token < call.window
+    together = _together(call)
+    visible = visible & in_window | together if call.two_way == "whole" else (visible | together) & in_window
     head = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])
     scores = torch.einsum("qhd,khd->hqk", q, k[:, head]) * call.scale
     if call.softcap is not None:
@@ -158,20 +190,39 @@ def formula(call: AttentionCall) -> Tensor:
     return torch.einsum("hqk,khv->qhv", weights / total, v[:, head])
 
 
+def _together(call: AttentionCall) -> Tensor:
+    """Return where two tokens are of one block, ``[T, T]``; without blocks nowhere."""
+    blocks = call.packed.two_way
+    if blocks is None or call.two_way is None:
+        return torch.zeros(len(call.q), len(call.q), dtype=torch.bool, device=call.q.device)
+    return blocks.first[:, None] == blocks.first
+
+
+def _seen_alone(call: AttentionCall) -> Iterator[Tensor]:
+    """Yield each sequence's mask, ``[L, L]``, as a stock model makes it."""
+    together, begin = _together(call), 0
+    for length in call.packed.lengths:
+        block = together[begin : begin + length, begin : begin + length]
+        seen = torch.ones_like(block).tril()
+        if call.two_way == "in_window":
+            seen |= block
+        if call.window is not None:
+            seen = seen.triu(1 - call.window)
+        yield seen | block if call.two_way == "whole" else seen
+        begin += length
+
+
 def plain(call: AttentionCall) -> Tensor:
     """Compute what a stock model's eager attention does in q's dtype, one sequence at a time."""
     dtype, heads = call.q.dtype, call.q.shape[1]
     k, v = (t.repeat_interleave(call.groups, 1) for t in (call.k, call.v))
     sizes = list(call.packed.lengths)
     out: list[Tensor] = []
-    for q_, k_, v_ in zip(call.q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+    for seen, q_, k_, v_ in zip(_seen_alone(call), call.q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
         scores = torch.matmul(q_.transpose(0, 1), k_.permute(1, 2, 0)) * call.scale
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        hidden = torch.ones_like(scores[0], dtype=torch.bool).tril()
-        if call.window is not None:
-            hidden = hidden.triu(1 - call.window)
-        scores = scores.masked_fill(~hidden, torch.finfo(dtype).min)
+        scores = scores.masked_fill(~seen, torch.finfo(dtype).min)
         if call.sinks is not None:
             sinks = call.sinks.to(dtype).view(heads, 1, 1).expand(-1, len(q_), 1)
             scores = torch.cat([scores, sinks], -1)
@@ -183,11 +234,12 @@ def plain(call: AttentionCall) -> Tensor:
 def alone(call: AttentionCall) -> Tensor:
     """Compute each sequence alone with torch's fused attention, as a stock model's SDPA does."""
     sizes, pieces = list(call.packed.lengths), []
-    for qkv in zip(call.q.split(sizes), call.k.split(sizes), call.v.split(sizes), strict=True):
+    for seen, *qkv in zip(
+        _seen_alone(call), call.q.split(sizes), call.k.split(sizes), call.v.split(sizes), strict=True
+    ):
         q, k, v = (t.transpose(0, 1)[None] for t in qkv)
-        band = None
-        if call.window is not None and call.window < q.shape[2]:
-            band = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - call.window)
+        causal = call.two_way is None and (call.window is None or call.window >= len(seen))
+        band = None if causal else seen
         settings: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.groups > 1}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, **settings)
         pieces.append(out[0].transpose(0, 1))

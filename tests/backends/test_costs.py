@@ -149,8 +149,9 @@ def test_a_block_mask_is_built_once_a_batch(eager_flex: None, monkeypatch: pytes
     built: list[tuple[int, int | None]] = []
     build = flex.block_mask
 
-    def counted(packed: PackedSeqLens, window: int | None) -> BlockMask:
+    def counted(packed: PackedSeqLens, window: int | None, ranges: object) -> BlockMask:
         built.append((packed.total_tokens, window))
+        assert ranges is None
         return build(packed, window)
 
     monkeypatch.setattr(flex, "block_mask", counted)

@@ -18,7 +18,7 @@ from machines import A100, B200, BF16, FLOAT, H100, HALF, RTX4090, T4, Machine, 
 from fastpack import BackendUnavailableError
 from fastpack.attention_dispatch import choose
 from fastpack.backends import flash_attn, triton_packed, xformers
-from fastpack.backends.call import AttentionShape
+from fastpack.backends.call import AttentionShape, Visibility
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_library_that_xformers_lacks_is_named_with_its_package(
 
 
 def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack.backends.registry import BACKENDS
+    from fastpack.backends.registry import BACKENDS, why_not
 
     fake_packages.install_xformers(monkeypatch)
     machine(*H100)
@@ -278,12 +278,11 @@ def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, mo
         "softcap": {"softcap": 30.0},
         "sinks": {"sinks": True},
         "dropout": {"dropout": 0.1},
+        "image blocks": {"visibility": Visibility(two_way="whole")},
     }
     for name in BACKENDS.keys() - {"flash_attn"}:  # its generations differ
         assert BACKENDS[name].rejects(shape(dtype=HALF)) is None, name
-        served = [
-            feature for feature, facts in features.items() if not BACKENDS[name].rejects(shape(dtype=HALF, **facts))
-        ]
+        served = [feature for feature, facts in features.items() if not why_not(name, shape(dtype=HALF, **facts))]
         assert served == list(BACKENDS[name].LIMITS.serves), name
 
 

@@ -44,7 +44,7 @@ def test_the_operator(backend: str, more: dict[str, Any]) -> None:
     for ours, theirs in zip(grads, torch.autograd.grad(expected, inputs, grad), strict=True):
         assert relative(ours, theirs) <= FLOAT32_BOUND
     offsets = (packed.cu_seqlens, packed.position_ids)
-    arguments = (q, k, v, sinks, *offsets, 36, 0.3, call.window, call.softcap, backend)
+    arguments = (q, k, v, sinks, *offsets, None, None, 36, 0.3, call.window, call.softcap, None, backend)
     torch.library.opcheck(torch.ops.fastpack.packed_attention.default, arguments)
 
 
