@@ -125,8 +125,8 @@ def patch(
     compute. Liger's loss stays in force where the trainer uses it.
 
     **Limits.** The following are refused with a message that names them, at the patch or at a batch: context and
-    sequence parallelism; attention or mask functions that are not transformers' own; inputs of a multimodal model other
-    than text; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and
+    sequence parallelism; attention or mask functions that are not transformers' own; images of Gemma 3 and 4, PaliGemma
+    and Mllama; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and
     packed batches where PEFT puts virtual tokens before each row. Prefix tuning runs the stock forward. The fast
     forwards can be differentiated once, and only by autograd: a penalty on gradients raises, and so does
     ``torch.func.grad``. LLM.int8 (with a threshold above 0) and VeLoRA compute over the whole batch in the stock model,
@@ -188,8 +188,7 @@ def patch(
         The target itself. A second call with the same options does nothing; with other options it patches anew.
 
     Raises:
-        UnsupportedModelError: The model is an encoder, an encoder-decoder or a vision-language model, or its family is
-            not covered.
+        UnsupportedModelError: The model is an encoder or an encoder-decoder, or its family is not covered.
         BackendUnavailableError: The backend requested by name can't serve this model here.
         KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
         PatchError: A package that the target builds on is older than fastpack needs; the model is already wrapped by

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.errors import PatchError
 from fastpack.families.spec import Family
 from fastpack.layers.read_projection import refuse_row_adapters
 from fastpack.model.checks import (
@@ -43,6 +44,10 @@ PER_TOKEN = (
     "langs",
     "ple_input_ids",
     "per_layer_inputs",
+    "visual_pos_masks",
+    "vision_mask",
+    "moe_mm_token_type_ids",
+    "image_embeds_position_mask",
 )
 """The other arguments of shape ``[B, S, ...]``, which are un-padded with the tokens."""
 
@@ -70,13 +75,14 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     graphs, offload, sharing = runtime.graphs, runtime.offload, runtime.sharing
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
-    if context is not None:
-        from_head = context.take(source_of(arguments))
-        packing = packing if from_head is None else {"packed_seq_lens": from_head}
+    entered = runtime.handover.entered
+    from_outside = _from_outside(runtime, source_of(arguments), type(backbone).__name__)
+    packing = packing if from_outside is None else {"packed_seq_lens": from_outside}
     if not torch.compiler.is_compiling():
         watch.follow()
-    if takes_stock_path(backbone, arguments):
-        refuse_packed_stock(arguments, packing)
+    if takes_stock_path(backbone, arguments) if entered is None else entered.packed is None:
+        if entered is None:
+            refuse_packed_stock(arguments, packing)
         return patched.stock(**arguments, **packing)  # continuous batching reads the packing
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
@@ -102,7 +108,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         input_ids=ids,
         inputs_embeds=embeddings,
         attention_mask=None if family.unmasked else mask_placeholder(packed),
-        position_ids=packed.position_ids if shared is None else shared.position_ids,
+        position_ids=_positions(arguments.get("position_ids"), run),
         packed_seq_lens=run,
         use_cache=False,
         return_dict=True,
@@ -125,6 +131,32 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         outputs = copy_to_all_tokens(outputs, shared)
     outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
+
+
+def _from_outside(runtime: ModelRuntime, source: Tensor | None, name: str) -> PackedSeqLens | None:
+    """Return the packing that the composite or the head has read, or None.
+
+    Raises:
+        PatchError: a head has read the packing, but the composite's forward, which hands it down, was not run.
+    """
+    handover = runtime.handover
+    if handover.entered is not None:
+        return handover.entered.packed
+    if runtime.composite is not None and handover.is_pending:
+        handover.take(None)
+        raise PatchError(
+            f"{name} was called without the forward of the {type(runtime.composite).__name__} around it, and can't "
+            "know how the batch is packed. Remove the forward that other code has put in its place, or train this "
+            "model unpatched (fastpack.unpatch(model))."
+        )
+    return handover.take(source)
+
+
+def _positions(position_ids: Tensor | None, packed: PackedSeqLens) -> Tensor:
+    """Return the positions of the tokens that run: ``[1, T]``, or ``[A, 1, T]`` for positions of A axes."""
+    if position_ids is not None and position_ids.ndim == 3:
+        return packed.unpad_axes(position_ids)
+    return packed.position_ids if packed.shared is None else packed.shared.position_ids
 
 
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

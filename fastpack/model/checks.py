@@ -35,8 +35,6 @@ MEDIA = (
     "image_pixel_values",
     "audio_input_features",
     "image_patches",
-    "visual_pos_masks",
-    "deepstack_visual_embeds",
     "cross_attention_states",
 )
 """The argument names of images and audio, and of the features that encoders and layers make from them."""

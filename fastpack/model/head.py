@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastpack.errors import PackingError
+from fastpack.families.composites import composite_spec
 from fastpack.families.spec import HeadSpec
 from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
 from fastpack.model.checks import (
@@ -20,6 +21,7 @@ from fastpack.model.checks import (
     refuse_replica,
     takes_stock_path,
 )
+from fastpack.model.composite import entered
 from fastpack.model.labels import (
     ignore_index_of,
     passes_loss_keywords,
@@ -84,7 +86,7 @@ def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
         *args: positional arguments of the stock forward.
         **kwargs: its keywords, and those of :data:`fastpack.packing.inputs.PACKING_KEYWORDS`.
     """
-    backbone = patched.owner.base_model
+    backbone = find_parts(patched.owner).backbone
     graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
     with nullcontext() if graphs is None else graphs.early_snapshot(backbone):
         return _run_head(patched, args, kwargs)
@@ -132,14 +134,19 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
-    """Call the stock head. If the head would drop the packing on the way to the backbone, the context passes it on."""
-    packed, context = kwargs.get("packed_seq_lens"), patched.runtime.layers.context
-    if context is None or not isinstance(packed, PackedSeqLens):
+    """Call the stock head. If the head may drop the packing on the way to the backbone, the handover passes it on."""
+    head, runtime = patched.owner, patched.runtime
+    packed = kwargs.get("packed_seq_lens")
+    if runtime.composite is head:
+        arguments = bind(type(head), args, kwargs)
+        with entered(head, composite_spec(head), runtime, arguments):
+            return patched.stock(**(accepted(type(head).forward, arguments) if patched.earlier is None else arguments))
+    if not runtime.drops_packing or not isinstance(packed, PackedSeqLens):
         return patched.stock(*args, **kwargs)
     if kwargs.get("use_cache") is None:  # some heads use a cache by default
         kwargs["use_cache"] = False
-    keywords = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
-    with context.offering(source_of(kwargs), packed):
+    keywords = accepted(type(head).forward, kwargs) if patched.earlier is None else kwargs
+    with runtime.handover.offering(source_of(kwargs), packed):
         return patched.stock(*args, **keywords)
 
 
@@ -159,7 +166,8 @@ def _loss_on_real_tokens(head: HeadLike, packed: PackedSeqLens, arguments: Mappi
     cls = stock_class(head)
     own_head = cls.__module__.startswith("transformers.models.") and is_upstreams(cls.forward)
     takes_targets = not shifts_labels(head) or (passes_loss_keywords(head) and has_stock_loss(head))
-    return own_head and takes_targets and not adds_noise(find_parts(head).backbone, packed)
+    parts = find_parts(head)
+    return parts.composite is None and own_head and takes_targets and not adds_noise(parts.backbone, packed)
 
 
 def head_pre_hook(
@@ -191,15 +199,16 @@ def head_pre_hook(
     kind, runtime = hook.spec.kind, hook.runtime
     if not reads_packing(module, kind, runtime, args, kwargs):
         return None
-    graphs = _graphs_of(module.base_model) if _leaves_modules_alone(module, forward) else None
-    snapshot = None if graphs is None else graphs.take_snapshot(module.base_model)
+    backbone = find_parts(module).backbone
+    graphs = _graphs_of(backbone) if _leaves_modules_alone(module, forward) else None
+    snapshot = None if graphs is None else graphs.take_snapshot(backbone)
     args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
         if graphs is not None:
             graphs.use_snapshot(snapshot, packed)
-        if runtime.layers.context is not None:
-            runtime.layers.context.offer(source_of(kwargs), packed)
+        if runtime.drops_packing:
+            runtime.handover.offer(source_of(kwargs), packed)
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
 
 
@@ -268,8 +277,8 @@ def reads_packing(
     """Return whether the head reads the packing; if not, only the backbone does."""
     labelled = bind(type(head), args, kwargs).get("labels") is not None
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and (labelled or _balances(head)))
-    # if compiled, only the head reads it, for one graph break; a head with a context would drop the packing
-    return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
+    # if compiled, only the head reads it, for one graph break
+    return needs_packing or runtime.drops_packing or torch.compiler.is_compiling()
 
 
 def _balances(head: HeadLike) -> bool:

@@ -12,6 +12,7 @@ from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock_attention import StockAttention
 from fastpack.layers.window_checks import LayerOrder
 from fastpack.model.prefix_sharing import PrefixSharing
+from fastpack.packing.handover import Handover
 from fastpack.utils.classes import Classes
 from fastpack.utils.replacement import replacement_on
 
@@ -69,6 +70,8 @@ class ModelRuntime:
         graphs: the runner of CUDA graphs, or None.
         offload: the offload of checkpoints or activations, or None.
         sharing: the sharing of prefixes, or None.
+        handover: hands a batch's packing down from the head, and from the composite around the backbone.
+        composite: the composite around the backbone, or None.
     """
 
     layers: Runtime
@@ -76,6 +79,13 @@ class ModelRuntime:
     graphs: GraphRunner | None = None
     offload: CheckpointOffload | None = None
     sharing: PrefixSharing | None = None
+    handover: Handover = field(default_factory=Handover)
+    composite: Any = None
+
+    @property
+    def drops_packing(self) -> bool:
+        """True if the head may drop the packing on the way to the backbone, which then gets it by the handover."""
+        return self.layers.context is not None or self.composite is not None
 
     def describe(self, backbone: nn.Module) -> tuple[str, ...]:
         """Return a line for the report from each part that is in use."""

@@ -19,15 +19,23 @@ STATE_ATTRIBUTE = "_fastpack_state"
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A model's head and backbone.
+    """A model's head and backbone, and the composite that the backbone is the text model of.
 
     Attributes:
-        head: the head; None for a bare backbone.
-        backbone: the module that the head calls.
+        head: the head; None for a bare backbone or composite.
+        backbone: the decoder: the module that the head calls or, in a composite, the text model inside.
+        composite: the module that calls a vision or audio tower and the text model, or None. It is the head itself if
+            the text model inside it has a head of its own.
     """
 
     head: Any
     backbone: ModelLike
+    composite: Any = None
+
+    @property
+    def outermost(self) -> Any:
+        """The module that a user calls."""
+        return self.head or self.composite or self.backbone
 
 
 def models_of(target: Any) -> list[nn.Module]:
@@ -69,6 +77,8 @@ def packages_of(target: object) -> set[str]:
 def find_parts(model: nn.Module) -> Parts:
     """Look through wrappers (PEFT, value heads, DDP, FSDP, ZeRO, ``torch.compile``) for the head and the backbone.
 
+    In a composite (a vision-language model) the backbone is the text model inside, found from the model's structure.
+
     Raises:
         UnsupportedModelError: there is no transformers model inside.
     """
@@ -81,12 +91,30 @@ def find_parts(model: nn.Module) -> Parts:
     backbone = _innermost(inner.base_model)
     if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
         backbone = _innermost(inner.model)  # base_model_prefix is wrong
-    if backbone is inner:
-        return Parts(None, inner)
+    head = None if backbone is inner else inner
+    inside = None if family_of(backbone) is not None else _text_model(backbone)
+    if inside is None:
+        return Parts(head, backbone if head is None else _decoder(backbone))
+    text = _innermost(inside.base_model)
+    if text is inside:
+        return Parts(head, text, composite=backbone)
+    return Parts(inner, _decoder(text), composite=backbone)
+
+
+def _text_model(composite: Any) -> Any:
+    """Return the text model inside a composite, which may be a whole causal LM; None if there is none."""
+    for name in ("language_model", "text_model"):
+        inside = _innermost(getattr(composite, name, None))
+        if hasattr(inside, "base_model_prefix") and not hasattr(_innermost(inside.base_model), "encoder"):
+            return inside
+    return None
+
+
+def _decoder(backbone: Any) -> Any:
+    """Return the decoder inside a backbone without an encoder, which heads of such models call; else the backbone."""
     decoder = _innermost(getattr(backbone, "decoder", None))
-    if isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder") and family_of(decoder) is not None:
-        backbone = decoder  # heads of these models call the decoder
-    return Parts(inner, backbone)
+    has_decoder = isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder")
+    return decoder if has_decoder and family_of(decoder) is not None else backbone
 
 
 def patched_backbone(head: HeadLike) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.packing.seqlens import PackedSeqLens
@@ -19,7 +19,7 @@ Checkpointed = Sequence[tuple[nn.Module, Callable[..., Any]]]
 
 
 class PackingContext(threading.local):
-    """The packing of a patched model whose modules, or whose head, drop keywords.
+    """The packing of a patched model whose modules drop keywords.
 
     Each thread has its own batch. Checkpointed layers run again in the backward pass, when other forwards may have
     begun, so each layer gets the packing of its own forward. A copy of a layer or a model shares the context: PEFT's
@@ -32,7 +32,6 @@ class PackingContext(threading.local):
     def __init__(self) -> None:
         """Set up without a batch, once in each thread, with all attributes that a compiler looks for."""
         self.packed: PackedSeqLens | None = None
-        self._offered: tuple[Tensor, PackedSeqLens] | None = None
         self._in_rows = False
 
     def __deepcopy__(self, memo: Any) -> PackingContext:
@@ -42,24 +41,6 @@ class PackingContext(threading.local):
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
         """Pickle an empty context."""
         return PackingContext, ()
-
-    @contextmanager
-    def offering(self, source: Tensor, packed: PackedSeqLens) -> Iterator[None]:
-        """Offer a packing to the backbone until a head's forward ends, also by an exception."""
-        self.offer(source, packed)
-        try:
-            yield
-        finally:
-            self._offered = None
-
-    def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
-        """Keep the packing that a head has read, for the backbone's call with this ``source`` (ids or embeddings)."""
-        self._offered = (source, packed)
-
-    def take(self, source: Tensor | None) -> PackedSeqLens | None:
-        """Return the packing that the head offered for these ids or embeddings, or None, and forget it."""
-        offered, self._offered = self._offered, None
-        return offered[1] if offered is not None and offered[0] is source else None
 
     @contextmanager
     def around(self, backbone: nn.Module, packed: PackedSeqLens) -> Iterator[None]:

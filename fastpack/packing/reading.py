@@ -174,12 +174,8 @@ def _to_host(
                 f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
                 "takes [B, S], or causal blocks of sequences as [B, 1, S, S]."
             )
+    position_ids = text_positions(position_ids)
     if position_ids is not None:
-        if position_ids.ndim > 2:
-            raise PackingError(
-                f"position_ids has shape {tuple(position_ids.shape)}; multi-axis positions (3-D, of vision-language "
-                "models) are not covered. Pass [B, S]."
-            )
         if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
             raise PackingError(
                 f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
@@ -199,6 +195,22 @@ def _to_host(
         split = joined.cpu().long().split([part.numel() for part in remote.values()])
         host.update(zip(remote, split, strict=True))
     return host
+
+
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """Return the positions that tell sequences apart: of ``[4, B, S]`` the first axis, of ``[3, B, S]`` none.
+
+    Raises:
+        PackingError: there is another number of axes.
+    """
+    if position_ids is None or position_ids.ndim <= 2:
+        return position_ids
+    if position_ids.ndim > 3 or position_ids.shape[0] not in (3, 4):
+        raise PackingError(
+            f"position_ids has shape {tuple(position_ids.shape)}; pass [B, S] or, for vision-language models, "
+            "[3, B, S] or [4, B, S] with the text positions first."
+        )
+    return position_ids[0] if position_ids.shape[0] == 4 else None
 
 
 def _numbers(key: str, value: Any) -> Tensor:

@@ -192,6 +192,12 @@ class PackedSeqLens:
         """Un-pad ``[B, S, ...]`` to ``[1, T, ...]``: the real tokens in order, then bucket padding."""
         return self.padding.unpad(x_BS)
 
+    def unpad_axes(self, x_ABS: Tensor) -> Tensor:
+        """Un-pad ``[A, B, S]`` to ``[A, 1, T]``: positions of several axes. One row stands for all B rows."""
+        shape = self.padding.batch_shape
+        rows = x_ABS.shape[1] if shape is None else shape[0]
+        return torch.stack([self.unpad(axis) for axis in x_ABS.expand(-1, rows, -1)])
+
     def repad(self, x_1T: Tensor) -> Tensor:
         """Re-pad ``[1, T, ...]`` to ``[B, S, ...]``: each real token in its slot, zeros in the other slots."""
         return self.padding.repad(x_1T)

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastpack.attention_dispatch import explain
 from fastpack.errors import PatchError, UnsupportedModelError
+from fastpack.families.composites import composite_spec
 from fastpack.families.spec import (
     AnyAttentionSpec,
     AttentionSpec,
@@ -34,6 +35,7 @@ from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import LayerOrder, MixingSpec, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
+from fastpack.model.composite import composite_forward
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
 from fastpack.model.loss import fused_loss_rejects
@@ -62,6 +64,7 @@ from fastpack.utils.replacement import PreHook, Replacement
 GENERATE = "generate"
 KINDS: dict[Callable[..., Any], str] = {
     backbone_forward: "backbone",
+    composite_forward: "composite",
     head_forward: "head",
     attention_forward: "attention",
     decoder_forward: "layer",
@@ -133,7 +136,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     mixing_specs = {
         id(m): family.mixers.get(name, _mixing_spec(m, recognised)) for m, name in own.items() if name in mixing_names
     }
-    runtime = _make_runtime(recognised, options, mixing_specs)
+    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite)
     around, skipped = _plan_model(parts, recognised, runtime, options)
     attentions = [module for module, name in own.items() if name in family.attention]
     refuse_misplaced(backbone, mixing_specs)
@@ -175,7 +178,7 @@ def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
 
 
 def _make_runtime(
-    recognised: Recognised, options: PatchOptions, mixing_specs: Mapping[int, MixingSpec]
+    recognised: Recognised, options: PatchOptions, mixing_specs: Mapping[int, MixingSpec], composite: Any = None
 ) -> ModelRuntime:
     """Make the runtime that the replacements share, from the options."""
     backbone = recognised.backbone
@@ -200,6 +203,7 @@ def _make_runtime(
         graphs=graphs,
         offload=offload,
         sharing=PrefixSharing() if options.share_prefixes == "auto" else None,
+        composite=composite,
     )
 
 
@@ -208,6 +212,8 @@ def _plan_model(
 ) -> tuple[list[Replacement[Any, Any]], Skipped]:
     """Return the replacements of the backbone and the head, and a note if the loss can't be fused."""
     planned = [_replacement(parts.backbone, backbone_forward, recognised.family, runtime)]
+    if parts.composite is not None and parts.composite is not parts.head:
+        planned.append(_replacement(parts.composite, composite_forward, composite_spec(parts.composite), runtime))
     if parts.head is None:
         return planned, ()
     kind = _head_kind(parts.head)
@@ -221,7 +227,7 @@ def _plan_model(
 def _plan_hook(parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement[Any, Any]]) -> PreHook[Any, Any]:
     """Return the hook before the head, or before a bare backbone."""
     if parts.head is None:
-        return PreHook(parts.backbone, replica_pre_hook, None, None)
+        return PreHook(parts.outermost, replica_pre_hook, None, None)
     spec = next(each.spec for each in around if each.function is head_forward)
     return PreHook(parts.head, head_pre_hook, spec, runtime)
 
@@ -398,7 +404,7 @@ def _make_report(
     swapped = Counter(KINDS[each.function] for each in replacements if each.function in KINDS)
     swapped += Counter({"attention (interface)": specs.count(None)})
     return PatchReport(
-        model=type(parts.head or backbone).__name__,
+        model=type(parts.outermost).__name__,
         family=recognised.family.model_type,
         attention=options.attention,
         backend=", ".join(backends) or None,

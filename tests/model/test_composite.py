@@ -1,0 +1,144 @@
+"""Composite models: the text model inside runs packed, on text and on images, and the rest stays stock."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+import fastpack
+from fastpack.exactness.image_text import batch_of, build_image_text, flat_of, samples
+from fastpack.model.composite import composite_forward, masks_off
+from fastpack.model.unwrap import find_parts
+from fastpack.utils.replacement import replaces
+
+CAUSAL = ["qwen3_vl", "qwen2_5_vl", "llava", "internvl", "mistral3", "qwen3_5", "smolvlm", "idefics3", "lfm2_vl"]
+"""Composites whose text model sees an image as it sees text, and has a row."""
+BOUND = 1e-5
+GRADIENT_BOUND = 1e-4
+
+
+def results(model: Any, batches: list[dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the logits of all real tokens, and the gradients of a fixed sum of them."""
+    model.zero_grad()
+    outs = []
+    for batch in batches:
+        logits, mask = model(**batch).logits, batch.get("attention_mask")
+        outs.append(logits.flatten(0, 1) if mask is None else logits[mask.bool()])
+    joined = torch.cat(outs)
+    weights = torch.randn(joined.shape, generator=torch.Generator().manual_seed(0))
+    (joined * weights).sum().backward()
+    return joined.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def off(one: tuple[Tensor, Mapping[str, Tensor]], other: tuple[Tensor, Mapping[str, Tensor]]) -> tuple[float, float]:
+    """Return the relative errors of logits and of the worst gradient, with a floor of 1e-3 of the largest gradient."""
+    assert one[1].keys() == other[1].keys()
+    floor = 1e-3 * max(grad.abs().max() for grad in other[1].values())
+    grads = [(one[1][n] - g).abs().max() / g.abs().max().clamp(min=floor) for n, g in other[1].items()]
+    return ((one[0] - other[0]).abs().max() / other[0].abs().max()).item(), max(grads).item()
+
+
+@contextmanager
+def text_tokens(model: Any) -> Iterator[list[int]]:
+    """Record the number of tokens that reach the text model's first layer."""
+    counts: list[int] = []
+    layer = find_parts(model).backbone.layers[0]
+    handle = layer.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[0] * args[0].shape[1]))
+    with handle:
+        yield counts
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_images_are_exact_in_padded_and_flat_batches(model_type: str) -> None:
+    model = build_image_text(model_type).train()
+    rows = samples(model, 0)
+    alone = results(model, rows)
+    fastpack.patch(model)
+    composite = find_parts(model).composite
+    assert replaces(composite.__dict__["forward"], composite_forward)
+    real = sum(row["input_ids"].numel() for row in rows)
+    for batch in (batch_of(model, rows, "right"), batch_of(model, rows, "left"), flat_of(model, rows)):
+        with text_tokens(model) as counts:
+            logits, grads = off(results(model, [batch]), alone)
+        assert logits <= BOUND
+        assert grads <= GRADIENT_BOUND
+        assert counts == [real], "padding reached the text model"
+
+
+def test_without_boundaries_the_comparison_fails() -> None:
+    model = build_image_text("llava").train()
+    rows = samples(model, 0)
+    alone = results(model, rows)
+    batch = {k: v for k, v in flat_of(model, rows).items() if k not in ("packed_seq_lens", "position_ids")}
+    fastpack.patch(model)
+    assert off(results(model, [batch]), alone)[0] > 3 * BOUND
+
+
+def test_unpatch_restores_the_composite_and_its_config() -> None:
+    model = build_image_text("internvl")
+    before, config = dict(model.model.__dict__), model.model.config
+    fastpack.patch(model)
+    model(**batch_of(model, samples(model, 0), "left"))
+    assert model.model.config is config
+    fastpack.unpatch(model)
+    assert model.model.__dict__.keys() == before.keys()
+    assert "forward" not in model.model.__dict__
+
+
+def test_packing_keywords_do_not_reach_the_tower() -> None:
+    model = fastpack.patch(build_image_text("internvl"))
+    seen: list[str] = []
+    calls: list[object] = []
+    tower = model.model.vision_tower
+
+    def watch(_: object, args: object, kwargs: dict[str, Any]) -> None:
+        calls.append(args)
+        seen.extend(kwargs)
+
+    with tower.register_forward_pre_hook(watch, with_kwargs=True):
+        model(**flat_of(model, samples(model, 0)))
+    assert calls
+    assert "packed_seq_lens" not in seen
+
+
+def test_images_in_a_flat_batch_need_positions_of_several_axes() -> None:
+    model = build_image_text("qwen3_5")
+    batch = flat_of(model, samples(model, 0))
+    fastpack.patch(model)
+    one_axis = batch["position_ids"][0]
+    for positions in (None, one_axis):
+        with pytest.raises(fastpack.PackingError, match=r"\[4, B, S\]"):
+            model(**{**batch, "position_ids": positions})
+
+
+def test_a_composite_builds_no_mask_for_its_text_model() -> None:
+    model = build_image_text("llava").model
+
+    def mask() -> Any:
+        config = model.config.get_text_config()
+        padded = torch.tensor([[1, 1, 0]])
+        return create_causal_mask(config=config, inputs_embeds=torch.zeros(1, 3, 8), attention_mask=padded, cache=None)
+
+    assert mask() is not None
+    with masks_off(model, "auto"):
+        assert mask() is None
+    assert mask() is not None
+
+
+def test_generation_runs_stock() -> None:
+    model = build_image_text("internvl")
+    row = samples(model, 0)[0]
+    tokens = model.generate(**row, max_new_tokens=4, do_sample=False)
+    fastpack.patch(model)
+    assert torch.equal(model.generate(**row, max_new_tokens=4, do_sample=False), tokens)
+
+
+def test_a_prefix_that_attends_in_both_directions_is_refused() -> None:
+    model = build_image_text("paligemma")
+    with pytest.raises(fastpack.UnsupportedModelError, match="both directions"):
+        fastpack.patch(model)(**samples(model, 0)[0])
