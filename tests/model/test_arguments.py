@@ -92,7 +92,6 @@ def test_what_layers_read_of_ids_beside_embeddings(model_type: str, labels: bool
         ("phi4_multimodal", {"image_pixel_values": torch.zeros(3, 1, 3, 8, 8)}),
         ("phi4_multimodal", {"audio_input_features": torch.zeros(3, 4, 8)}),
         ("mllama", {"cross_attention_states": torch.zeros(3, 5, 64)}),
-        ("cohere_compass_text", {"visual_pos_masks": MASK.bool(), "deepstack_visual_embeds": [torch.zeros(22, 64)]}),
     ],
 )
 def test_media_are_refused(model_type: str, media: dict[str, Any]) -> None:

@@ -38,23 +38,6 @@ def test_an_encoder_decoder() -> None:
     refuses(model, "encoder-decoder")
 
 
-def test_a_vision_language_model() -> None:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    }
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
-    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision))
-    refuses(model, "multimodal")
-
-
 def test_images_in_the_batch_of_a_text_model() -> None:
     model = fastpack.patch(tiny_model("gemma3_text"))
     with pytest.raises(fastpack.UnsupportedModelError, match="pixel_values"):

@@ -169,7 +169,7 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
         {"positions": T([[-1, 0, 1, 0, 1]]), "packed_seq_lens": [3, 2]},
         ("position_ids", "negative"),
     ),
-    "positions in three dimensions": (FIVE, {"positions": torch.zeros(3, 1, 5).long()}, ("(3, 1, 5)", "[B, S]")),
+    "positions of two axes": (FIVE, {"positions": torch.zeros(2, 1, 5).long()}, ("(2, 1, 5)", "[3, B, S]")),
     "positions too short": (FIVE, {"positions": torch.arange(4)}, ("(4,)", "(1, 5)")),
     "positions of other rows": ((2, 3), {"positions": torch.zeros(3, 3).long()}, ("(3, 3)", "(2, 3)")),
     # masks
