@@ -60,6 +60,24 @@ EXTRA: list[tuple[str, torch.dtype, Case]] = [
     ("triton_packed", BF16, Case(groups=32, lengths="blocks", head_dim=128)),
     ("triton_packed", BF16, Case(groups=7, lengths="long", window=129)),
 ]
+TWO_WAY = pairwise(
+    {**FACTORS, "lengths": ("mixed", "long", "blocks"), "head_dim": (64, 128), "two_way": ("in_window", "whole")}
+)
+EXTRA += [("reference", BF16, case) for case in TWO_WAY]
+EXTRA += [("segments", dtype, case) for case in TWO_WAY for dtype in (BF16, FLOAT) if not (case.softcap or case.sinks)]
+EXTRA += [("triton_packed", BF16, case) for case in TWO_WAY]
+EXTRA += [
+    (name, BF16, Case(lengths=lengths, head_dim=size, window=window, two_way=two_way, groups=groups))
+    for name in ("triton_packed", "flex")
+    for lengths, size, window, two_way, groups in (
+        ("mixed", 64, 7, "in_window", 7),
+        ("long", 64, None, "whole", 2),
+        ("blocks", 128, 129, "whole", 4),
+        ("long", 256, 129, "in_window", 2),
+        ("mixed", 256, None, "whole", 8),
+    )
+]
+EXTRA += [("triton_packed", FLOAT, case) for case in TWO_WAY[::3]]
 EVERY = [(name, dtype, case) for name, (dtypes, cases) in CASES.items() for dtype in dtypes for case in cases] + EXTRA
 
 

@@ -41,7 +41,7 @@ from fastpack.packing.two_way import TwoWay, TwoWayBlocks
 TWO_WAY = {**FACTORS, "two_way": ("in_window", "whole"), "head_dim": (8, 64), "lengths": ("mixed", "long", "blocks")}
 EVERYTHING = pairwise(TWO_WAY)
 PLAIN = pairwise({**TWO_WAY, "softcap": (None,), "sinks": (False,)})
-SERVING = ("flex", "segments", "reference")
+SERVING = ("flex", "triton_packed", "segments", "reference")
 CONTROLS = [
     Case(two_way=two_way, window=window, head_dim=8) for two_way in ("in_window", "whole") for window in (None, 7)
 ]

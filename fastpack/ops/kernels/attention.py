@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +29,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpack.ops.kernels.attention_parts import (
+    bounded,
+    load_keys,
+    load_rows,
+    locate,
+    per_row,
+    ranges_of,
+    rows_of,
+    store_rows,
+    visible,
+)
 from fastpack.ops.kernels.launch import early, on_device, rows_that_count, stages_that_fit, wait_for_inputs
 
 LOG2E = math.log2(math.e)
 MAX_PART = 16  # the most heads of a group that a program takes at once
 MAX_TILE = 256  # no tile has more rows or keys
+
+Ranges = Sequence[Tensor | None]
+"""Where the range of each token begins and ends, int32 ``[T]``, which never falls from one token to the next; or Nones.
+"""
+CAUSAL: Ranges = (None, None)
 
 
 @dataclass(frozen=True)
@@ -80,128 +97,12 @@ FLOAT32: dict[int, AttentionTile] = {
 }
 
 
-# --- parts of kernels -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
-    """Return the first token and the end of a slot's sequence, and the index of its tile of ``BLOCK`` tokens.
-
-    If the index is past the sequence's last tile, the slot is empty.
-    """
-    CHUNK: tl.constexpr = 256
-    started = 0
-    for at in range(0, sequences, CHUNK):
-        index = at + tl.arange(0, CHUNK)
-        exists = index < sequences
-        begin = tl.load(cu_seqlens + index, mask=exists, other=0)
-        started += tl.sum((exists & (begin // BLOCK + index <= slot)).to(tl.int32), 0)
-    sequence = started - 1
-    begin = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + sequence + 1)
-    return begin, end, slot - (begin // BLOCK + sequence)
-
-
-@triton.jit
-def rows_of(first, end, part, ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """Return each row's token and head within the group, ``[ROWS]``, for the tile at ``first``; and a mask."""
-    row = tl.arange(0, ROWS)
-    token = first + row // PART
-    head = part * PART + row % PART
-    valid = token < end
-    if ROWS % PART != 0:
-        valid = valid & (row < ROWS // PART * PART)
-    if GROUP % PART != 0:
-        valid = valid & (head < GROUP)
-    return token, head, valid
-
-
-@triton.jit
-def load_rows(
-    pointer, first, end, part, token_stride, head_stride,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Load ``[ROWS, BLOCK]`` of the group whose first head is at ``pointer``; missing rows and columns are zeros."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
-    start = pointer + tl.cast(first, tl.int64) * token_stride + tl.cast(part * PART, tl.int64) * head_stride
-    offset = row // PART * token_stride + row % PART * head_stride
-    mask = valid[:, None]
-    if SIZE < BLOCK:
-        mask = mask & (column < SIZE)[None, :]
-    return tl.load(start + offset[:, None] + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def per_row(pointer, first, part, HEADS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr):
-    """Return pointers ``[ROWS]`` into a contiguous ``[T, HEADS]``; ``pointer`` is at the group's first head."""
-    row = tl.arange(0, ROWS)
-    start = pointer + tl.cast(first, tl.int64) * HEADS + part * PART
-    return start + (row // PART * HEADS + row % PART)
-
-
-@triton.jit
-def store_rows(
-    pointer, value, first, end, part,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write ``[ROWS, BLOCK]`` into a contiguous ``[T, HEADS, SIZE]``, in the places that :func:`load_rows` reads."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
-    start = pointer + tl.cast(first, tl.int64) * (HEADS * SIZE) + part * (PART * SIZE)
-    offset = row // PART * (HEADS * SIZE) + row % PART * SIZE
-    mask = valid[:, None]
-    if SIZE < BLOCK:
-        mask = mask & (column < SIZE)[None, :]
-    tl.store(start + offset[:, None] + column[None, :], value.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_keys(
-    pointer, first, end, stride, KEYS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
-    """Load ``[KEYS, BLOCK]`` of one head from token ``first`` on; with MASKED, tokens from ``end`` on are zeros."""
-    key = tl.arange(0, KEYS)
-    column = tl.arange(0, BLOCK)
-    pointers = pointer + tl.cast(first, tl.int64) * stride + key[:, None] * stride + column[None, :]
-    if MASKED:
-        mask = (first + key < end)[:, None]
-        if SIZE < BLOCK:
-            mask = mask & (column < SIZE)[None, :]
-        loaded = tl.load(pointers, mask=mask, other=0.0)
-    elif SIZE < BLOCK:
-        loaded = tl.load(pointers, mask=(column < SIZE)[None, :], other=0.0)
-    else:
-        loaded = tl.load(pointers)
-    return loaded
-
-
-@triton.jit
-def bounded(score, inner, CAPPED: tl.constexpr):
-    """Return the tanh of a softcap, or the product of q and k unchanged; times ``outer`` it is a score of base 2."""
-    if CAPPED:
-        score = 1.0 - 2.0 / (1.0 + tl.exp2(score * inner))
-    return score
-
-
-@triton.jit
-def visible(token, key, window, WINDOWED: tl.constexpr):
-    """Return whether a token sees a key of its sequence."""
-    sees = key <= token
-    if WINDOWED:
-        sees = sees & (token - key < window)
-    return sees
-
-
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _walk(
-    q, result, largest, total, token, K, V, low, high, end, k_token, v_token, window, inner, outer,
+    q, result, largest, total, token, first_key, end_key, K, V, low, high, end, k_token, v_token, window, inner, outer,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +112,8 @@ def _walk(
         score = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, CAPPED)
         if MASKED:
             key = first + tl.arange(0, KEYS)
-            score = tl.where(visible(token[:, None], key[None, :], window, WINDOWED), score, float("-inf"))
+            sees = visible(token[:, None], key[None, :], window, key[None, :], first_key, end_key, WINDOWED)
+            score = tl.where(sees, score, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, 1) * outer)  # outer is positive
         shrink = tl.exp2(largest - larger)
         weight = tl.exp2(score * outer - larger[:, None])
@@ -224,7 +126,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=["sequences", "window"])
 def forward_kernel(
-    Q, K, V, SINKS, OUT, LSE, cu_seqlens, count, sequences, window, inner, outer,
+    Q, K, V, SINKS, OUT, LSE, FIRST_KEY, END_KEY, cu_seqlens, count, sequences, window, inner, outer,
     q_token, q_head, k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -234,6 +136,8 @@ def forward_kernel(
     """Write OUT, and LSE ``[T, H]`` of base 2.
 
     Grid: slots times key/value heads times parts of a group. Neighbouring programs take different heads of one slot.
+
+    If FIRST_KEY is not None, each token sees the keys from FIRST_KEY to END_KEY ``[T]``, which never fall.
     """
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
@@ -271,16 +175,25 @@ def forward_kernel(
     if WINDOWED:
         low = tl.maximum(begin, first - window + 1)
     high = tl.minimum(first + BLOCK_T, end)
+    first_key, end_key = None, None
+    if FIRST_KEY is not None:
+        first_key, end_key = ranges_of(FIRST_KEY, END_KEY, token, valid)
+        low, high = tl.load(FIRST_KEY + first), tl.load(END_KEY + high - 1)
     # fmt: off
     if SPLIT and not WINDOWED:
-        full = low + (first + 1 - low) // KEYS * KEYS
+        seen_by_all = first + 1  # one past the last key that every row sees
+        if FIRST_KEY is not None:
+            seen_by_all = tl.load(END_KEY + first)
+        full = low + (seen_by_all - low) // KEYS * KEYS
         result, largest, total = _walk(
-            q, result, largest, total, token, K, V, low, full, high, k_token, v_token, window, inner, outer,
+            q, result, largest, total, token, first_key, end_key, K, V, low, full, high,
+            k_token, v_token, window, inner, outer,
             D, VALUES, BLOCK_D, BLOCK_V, KEYS, False, WINDOWED, CAPPED,
         )
         low = full
     result, largest, total = _walk(
-        q, result, largest, total, token, K, V, low, high, high, k_token, v_token, window, inner, outer,
+        q, result, largest, total, token, first_key, end_key, K, V, low, high, high,
+        k_token, v_token, window, inner, outer,
         D, VALUES, BLOCK_D, BLOCK_V, KEYS, True, WINDOWED, CAPPED,
     )
     # fmt: on
@@ -333,8 +246,9 @@ def forward(
     scores: Scores,
     dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
+    seen_keys: Ranges = CAUSAL,
 ) -> tuple[Tensor, Tensor]:
-    """Return causal attention of each token over its own sequence.
+    """Return the attention of each token over its own sequence.
 
     Args:
         q: ``[T, H, D]``, in the same dtype as k and v. The last dimension of all three has stride 1.
@@ -345,6 +259,7 @@ def forward(
         scores: the steps from products to scores.
         dtype: the dtype of the result, or None for q's dtype.
         rows: int32 ``[1]``, or None: the results of sequences that begin at this row or later are zeros.
+        seen_keys: the first key that each token sees, and one past the last.
 
     Returns:
         ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks included.
@@ -356,7 +271,7 @@ def forward(
     part, parts = parts_of(heads // k.shape[1])
     with on_device(q):
         forward_kernel[(slots(cu_seqlens, tokens, tile.rows // part) * k.shape[1] * parts,)](
-            q, k, v, sinks, out, lse, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
+            q, k, v, sinks, out, lse, *seen_keys, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
@@ -373,7 +288,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def slots(cu_seqlens: Tensor, tokens: int, block: int) -> int:
-    """Return the largest possible number of tiles of ``block`` tokens, for any lengths; see :func:`locate`."""
+    """Return the largest possible number of tiles of ``block`` tokens, for any lengths; see ``locate``."""
     return tokens // block + cu_seqlens.numel() - 1
 
 

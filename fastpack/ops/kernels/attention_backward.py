@@ -25,19 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.attention import (
-    AttentionTile,
-    Scores,
+from fastpack.ops.kernels.attention import CAUSAL, AttentionTile, Ranges, Scores, chosen, parts_of, sizes, slots
+from fastpack.ops.kernels.attention_parts import (
     bounded,
-    chosen,
     load_keys,
     load_rows,
     locate,
-    parts_of,
     per_row,
+    ranges_of,
     rows_of,
-    sizes,
-    slots,
     store_rows,
     visible,
 )
@@ -63,7 +59,8 @@ MOST_PIECES, LEAST_STEPS = 4, 8
 
 @triton.jit
 def _walk_keys(
-    q, grad, dq, lse, delta, token, K, V, low, high, end, k_token, v_token, window, inner, outer,
+    q, grad, dq, lse, delta, token, first_key, end_key, K, V, low, high, end,
+    k_token, v_token, window, inner, outer,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +70,8 @@ def _walk_keys(
         weight = tl.exp2(score * outer - lse[:, None])
         if MASKED:
             key = first + tl.arange(0, KEYS)
-            weight = tl.where(visible(token[:, None], key[None, :], window, WINDOWED), weight, 0.0)
+            sees = visible(token[:, None], key[None, :], window, key[None, :], first_key, end_key, WINDOWED)
+            weight = tl.where(sees, weight, 0.0)
         v = load_keys(V, first, end, v_token, KEYS, VALUES, BLOCK_V, MASKED)
         slope = weight * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
         if CAPPED:
@@ -84,7 +82,8 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=["arrivals", "sequences", "window"])
 def queries_kernel(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, ARRIVALS, arrivals, cu_seqlens, count, sequences, window, inner, outer, scale,
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, ARRIVALS, arrivals, FIRST_KEY, END_KEY, cu_seqlens, count, sequences,
+    window, inner, outer, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -136,16 +135,25 @@ def queries_kernel(
     if WINDOWED:
         low = tl.maximum(begin, first - window + 1)
     high = tl.minimum(first + BLOCK_T, end)
+    first_key, end_key = None, None
+    if FIRST_KEY is not None:
+        first_key, end_key = ranges_of(FIRST_KEY, END_KEY, token, valid)
+        low, high = tl.load(FIRST_KEY + first), tl.load(END_KEY + high - 1)
     # fmt: off
     if SPLIT and not WINDOWED:
-        full = low + (first + 1 - low) // KEYS * KEYS
+        seen_by_all = first + 1  # one past the last key that every row sees
+        if FIRST_KEY is not None:
+            seen_by_all = tl.load(END_KEY + first)
+        full = low + (seen_by_all - low) // KEYS * KEYS
         dq = _walk_keys(
-            q, grad, dq, lse, delta, token, K, V, low, full, high, k_token, v_token, window, inner, outer,
+            q, grad, dq, lse, delta, token, first_key, end_key, K, V, low, full, high,
+            k_token, v_token, window, inner, outer,
             D, VALUES, BLOCK_D, BLOCK_V, KEYS, False, WINDOWED, CAPPED,
         )
         low = full
     dq = _walk_keys(
-        q, grad, dq, lse, delta, token, K, V, low, high, high, k_token, v_token, window, inner, outer,
+        q, grad, dq, lse, delta, token, first_key, end_key, K, V, low, high, high,
+        k_token, v_token, window, inner, outer,
         D, VALUES, BLOCK_D, BLOCK_V, KEYS, True, WINDOWED, CAPPED,
     )
     # fmt: on
@@ -157,7 +165,7 @@ def queries_kernel(
 
 @triton.jit
 def _walk_rows(
-    k, v, dk, dv, key, Q, GRAD, LSE, DELTA, start, steps, end, window, inner, outer,
+    k, v, dk, dv, key, first_query, end_query, Q, GRAD, LSE, DELTA, start, steps, end, window, inner, outer,
     q_token, q_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
@@ -172,7 +180,8 @@ def _walk_rows(
         score = bounded(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, CAPPED)
         weight = tl.exp2(score * outer - lse[None, :])
         if MASKED:
-            weight = tl.where(visible(token[None, :], key[:, None], window, WINDOWED), weight, 0.0)
+            sees = visible(token[None, :], key[:, None], window, token[None, :], first_query, end_query, WINDOWED)
+            weight = tl.where(sees, weight, 0.0)
         grad = load_rows(GRAD, first, end, part, grad_token, grad_head, ROWS, GROUP, PART, VALUES, BLOCK_V)
         dv = tl.dot(weight.to(grad.dtype), grad, dv, input_precision="ieee")
         delta = tl.load(per_row(DELTA, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
@@ -202,7 +211,8 @@ def _sum_of_pieces(
 
 @triton.jit(do_not_specialize=["most", "sequences", "window"])
 def keys_kernel(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, SUMS, ARRIVALS, most, cu_seqlens, count, sequences, window, inner, outer, scale,
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, SUMS, ARRIVALS, most, FIRST_QUERY, END_QUERY, cu_seqlens, count, sequences,
+    window, inner, outer, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -226,11 +236,15 @@ def keys_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     begin, end, tile = locate(cu_seqlens, slot, sequences, KEYS)
     first = begin + tile * KEYS
-    last = end  # one past the last query that sees a key of this tile
+    start, last = first, end  # the first query that sees a key of this tile, and one past the last
     if WINDOWED:
         last = tl.minimum(end, first + KEYS + window - 1)
+    if FIRST_QUERY is not None:
+        last_key = tl.minimum(first + KEYS, end) - 1
+        start = tl.load(FIRST_QUERY + first, mask=first < end, other=0)
+        last = tl.load(END_QUERY + last_key, mask=first < end, other=0)
     counts = begin < rows_that_count(count, end)
-    steps = tl.cdiv(last - first, BLOCK_T)
+    steps = tl.cdiv(last - start, BLOCK_T)
     pieces = 1
     if SUMS is not None:
         pieces = tl.where(counts, tl.minimum(tl.maximum(steps * PARTS // LEAST, 1), most), 1)
@@ -248,6 +262,9 @@ def keys_kernel(
     key = first + tl.arange(0, KEYS)
     k = load_keys(K + kv_head.to(tl.int64) * k_head, first, end, k_token, KEYS, D, BLOCK_D, True)
     v = load_keys(V + kv_head.to(tl.int64) * v_head, first, end, v_token, KEYS, VALUES, BLOCK_V, True)
+    first_query, end_query = None, None
+    if FIRST_QUERY is not None:
+        first_query, end_query = ranges_of(FIRST_QUERY, END_QUERY, key, key < end)
     group = kv_head.to(tl.int64) * GROUP
     Q += group * q_head
     GRAD += group * grad_head
@@ -257,20 +274,25 @@ def keys_kernel(
     low, high = steps * piece // pieces, steps * (piece + 1) // pieces
     # fmt: off
     if SPLIT and not WINDOWED:
-        diagonal = tl.maximum(tl.minimum(tl.cdiv(KEYS, BLOCK_T), high), low)
+        partly = tl.cdiv(KEYS, BLOCK_T)  # steps with queries that don't see every key of the tile
+        if FIRST_QUERY is not None:
+            partly = tl.cdiv(tl.load(FIRST_QUERY + last_key) - start, BLOCK_T)
+        diagonal = tl.maximum(tl.minimum(partly, high), low)
         dk, dv = _walk_rows(
-            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + low * BLOCK_T, diagonal - low, end, window, inner, outer,
+            k, v, dk, dv, key, first_query, end_query, Q, GRAD, LSE, DELTA, start + low * BLOCK_T, diagonal - low, end,
+            window, inner, outer,
             q_token, q_head, grad_token, grad_head,
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, True, WINDOWED, CAPPED,
         )
         dk, dv = _walk_rows(
-            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + diagonal * BLOCK_T, high - diagonal, end,
-            window, inner, outer, q_token, q_head, grad_token, grad_head,
+            k, v, dk, dv, key, first_query, end_query, Q, GRAD, LSE, DELTA, start + diagonal * BLOCK_T, high - diagonal,
+            end, window, inner, outer, q_token, q_head, grad_token, grad_head,
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, False, WINDOWED, CAPPED,
         )
     else:
         dk, dv = _walk_rows(
-            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + low * BLOCK_T, high - low, end, window, inner, outer,
+            k, v, dk, dv, key, first_query, end_query, Q, GRAD, LSE, DELTA, start + low * BLOCK_T, high - low, end,
+            window, inner, outer,
             q_token, q_head, grad_token, grad_head,
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, True, WINDOWED, CAPPED,
         )
@@ -307,6 +329,7 @@ def queries(
     scores: Scores,
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
+    seen_keys: Ranges = CAUSAL,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of q and the delta that :func:`keys` needs.
 
@@ -321,6 +344,7 @@ def queries(
         scores: as in the forward.
         rows: as in the forward.
         arrivals: the result of :func:`make_arrivals`; the kernel sets it to zero.
+        seen_keys: as in the forward.
 
     Returns:
         The gradient ``[T, H, D]``, contiguous and in q's dtype, and delta, float32 ``[T, H]``: for each head, the sum
@@ -331,7 +355,7 @@ def queries(
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     with on_device(q):
         queries_kernel[(slots(cu_seqlens, len(q), tile.rows // part) * k.shape[1] * parts,)](
-            q, k, v, out, grad, lse, delta, dq, arrivals, 0 if arrivals is None else len(arrivals),
+            q, k, v, out, grad, lse, delta, dq, arrivals, 0 if arrivals is None else len(arrivals), *seen_keys,
             cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments, scores.scale, *_strides(q, k, v, grad),
             **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
@@ -349,10 +373,12 @@ def keys(
     scores: Scores,
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
+    seeing_queries: Ranges = CAUSAL,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtypes.
 
-    The arguments are those of :func:`queries`, which must have set ``arrivals`` to zero.
+    The arguments are those of :func:`queries`, which must have set ``arrivals`` to zero, but for the ranges: the first
+    query that sees each key, and one past the last.
     """
     tile = chosen(KEYS, q, v, streams_keys=False)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
@@ -365,9 +391,9 @@ def keys(
         sums = torch.empty(tiles, pieces, tile.keys, width, dtype=torch.float32, device=q.device)
     with on_device(q):
         keys_kernel[(tiles * pieces,)](
-            q, k, v, grad, lse, delta, dk, dv, sums, arrivals, pieces, cu_seqlens, rows, cu_seqlens.numel() - 1,
-            *scores.arguments, scores.scale, *_strides(q, k, v, grad), **constants, **scores.flags, **tile.arguments,
-            LEAST=LEAST_STEPS, **early(q),
+            q, k, v, grad, lse, delta, dk, dv, sums, arrivals, pieces, *seeing_queries,
+            cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments, scores.scale,
+            *_strides(q, k, v, grad), **constants, **scores.flags, **tile.arguments, LEAST=LEAST_STEPS, **early(q),
         )  # fmt: skip
     return dk, dv
 
