@@ -13,7 +13,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.packing.two_way import SeenRanges, TwoWay, seen_ranges
 
 _REASONS = {"two_way": "is causal, and does not support image blocks, whose tokens see later ones"}
-"""What a backend says instead of an attribute's name."""
+"""The reasons of backends that don't serve an attribute, where its name alone would not say enough."""
 
 
 @dataclass(frozen=True)

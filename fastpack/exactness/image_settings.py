@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastpack.exactness.family_settings import FFN, HIDDEN
+from fastpack.exactness.family_settings import FFN, HIDDEN, ROPE
 from fastpack.exactness.image_layouts import (
     Layout,
     any_size,
@@ -31,24 +31,11 @@ VISION: Mapping[str, Any] = {
 }
 """The small value of settings of image towers, for each tower that has the setting."""
 
-MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+MROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}
 DEEPSTACK: dict[str, Any] = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
-GLM_ROPE: dict[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 1.0,
-        "mrope_section": [4, 2, 2],
-    }
-}
+GLM_ROPE: dict[str, Any] = {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
 PARTIAL: dict[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    }
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 }
 GLM4V: dict[str, Any] = {"text_config": GLM_ROPE, "vision_config": {"intermediate_size": FFN}}
 QWEN2_5_TOWER: dict[str, Any] = {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}}

@@ -166,7 +166,7 @@ def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) 
     if model_type in NOT_BUILT:
         raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
     config_class = model_class(model_type).config_class if model_type in model_types() else CONFIG_MAPPING[model_type]
-    return _shrink(config_class(), TRAITS.get(model_type, {}), overrides, head_dim, traits=False)
+    return small_copy(config_class(), TRAITS.get(model_type, {}), overrides, head_dim)
 
 
 def shrink(config: PreTrainedConfig, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:

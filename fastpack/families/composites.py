@@ -15,7 +15,7 @@ from fastpack.utils.classes import stock_class
 
 @dataclass(frozen=True)
 class CompositeSpec:
-    """What a composite does besides embedding images, as far as packing is concerned.
+    """The particulars of a composite that concern packing.
 
     Attributes:
         model_type: the name of the composite's sub-package in transformers.

@@ -27,7 +27,6 @@ from fastpack.families.shared_specs import (
     GLM_ATTENTION,
     GPT_OSS_ATTENTION,
     GRANITE,
-    GRANITE_LAYER,
     GRANITE_MOE,
     GRANITE_MOE_MLP,
     GRANITE_SWA_ATTENTION,
@@ -62,7 +61,7 @@ from fastpack.families.spec import Family, Spec
 def _vision(
     model_type: str, name: str, package: str, backbone: str = "TextModel", router: str = "", **specs: Spec
 ) -> Family:
-    """Return the row of a vision-language model's text model, whose class of attention comes first in ``specs``.
+    """Return the row of a text model whose classes' names differ in their prefix; attention comes first in ``specs``.
 
     The rotary module merges the axes of positions, so that attention gets tables as in other families.
 
@@ -86,8 +85,8 @@ def _vision(
 
 def _qwen2_vl(model_type: str, name: str, package: str, backbone: str = "TextModel") -> Family:
     """Return the row of a text model like Qwen2-VL's, whose MLP has Qwen2's name."""
-    row = _vision(
-        model_type, name, package, backbone, Attention=QWEN2_ATTENTION, RMSNorm=LLAMA_NORM, DecoderLayer=LLAMA_LAYER
+    row = _fast(
+        model_type, name, Attention=QWEN2_ATTENTION, MLP=None, ForCausalLM=None, package=package, backbone=backbone
     )
     return replace(row, fast={**row.fast, "Qwen2MLP": LLAMA_MLP}, namesakes=("Qwen2MLP",))
 
@@ -251,63 +250,28 @@ FAST_FAMILIES: tuple[Family, ...] = (
         TextMLP=PHI3_MLP,
         TextDecoderLayer=GLM4_LAYER,
     ),
-    _vision(
-        "cosmos3_edge_text",
-        "Cosmos3EdgeText",
-        "cosmos3_edge",
-        "Model",
-        Attention=LLAMA_ATTENTION,
-        RMSNorm=LLAMA_NORM,
-        DecoderLayer=LLAMA_LAYER,
-    ),
-    *(
-        _vision(
-            model_type,
-            name,
-            package,
-            "Model",
-            Attention=LLAMA_ATTENTION,
-            RMSNorm=LLAMA_NORM,
-            MLP=LLAMA_MLP,
-            DecoderLayer=GRANITE_LAYER,
-        )
-        for model_type, name, package in (
-            ("granite4_vision_text", "Granite4VisionText", "granite4_vision"),
-            ("granite_docling_text", "GraniteDoclingText", "granite_docling"),
-        )
-    ),
-    _vision(
+    _fast("cosmos3_edge_text", "Cosmos3EdgeText", MLP=None, ForCausalLM=None, package="cosmos3_edge"),
+    _fast("granite4_vision_text", "Granite4VisionText", GRANITE, ForCausalLM=None, package="granite4_vision"),
+    _fast("granite_docling_text", "GraniteDoclingText", GRANITE, ForCausalLM=None, package="granite_docling"),
+    _fast(
         "paddleocr_vl_text",
         "PaddleOCR",
-        "paddleocr_vl",
         Attention=QWEN2_ATTENTION,
-        RMSNorm=LLAMA_NORM,
-        MLP=LLAMA_MLP,
-        DecoderLayer=LLAMA_LAYER,
+        ForCausalLM=None,
+        package="paddleocr_vl",
+        backbone="TextModel",
     ),
     _qwen2_vl("qwen2_vl_text", "Qwen2VL", "qwen2_vl"),
     _qwen2_vl("qwen2_5_vl_text", "Qwen2_5_VL", "qwen2_5_vl"),
     _qwen2_vl("qwen2_5_omni_text", "Qwen2_5Omni", "qwen2_5_omni", "ThinkerTextModel"),
-    _vision(
-        "qwen3_vl_text",
-        "Qwen3VLText",
-        "qwen3_vl",
-        "Model",
-        Attention=GLM4_MOE_ATTENTION,
-        RMSNorm=LLAMA_NORM,
-        MLP=LLAMA_MLP,
-        DecoderLayer=LLAMA_LAYER,
-    ),
-    _vision(
+    _fast("qwen3_vl_text", "Qwen3VLText", Attention=GLM4_MOE_ATTENTION, ForCausalLM=None, package="qwen3_vl"),
+    _fast(
         "qwen3_vl_moe_text",
         "Qwen3VLMoeText",
-        "qwen3_vl_moe",
-        "Model",
-        router="TopKRouter",
         Attention=GLM4_MOE_ATTENTION,
-        RMSNorm=LLAMA_NORM,
-        MLP=LLAMA_MLP,
-        DecoderLayer=LLAMA_LAYER,
+        ForCausalLM=None,
+        package="qwen3_vl_moe",
+        router="TopKRouter",
     ),
     _vision(
         "qwen3_omni_moe_text",

@@ -112,6 +112,13 @@ def stock_config(module: nn.Module) -> Any:
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
+def naming_interface(config: ConfigLike, attention: str) -> Any:
+    """Return a copy of a config that names fastpack's attention with this choice of backend."""
+    copied = copy.copy(config)
+    setattr(copied, _IMPLEMENTATION, interface_name(attention))
+    return copied
+
+
 def private_config(
     config: ConfigLike, attention: str, scope: PackingContext | None, two_way: TwoWay | None = None
 ) -> Any:
@@ -123,12 +130,11 @@ def private_config(
         scope: the packing context, or None if a keyword passes the packing.
         two_way: how the modules use the blocks of a batch; None if they are causal in any batch.
     """
-    private = copy.copy(config)
+    private = naming_interface(config, attention)
     setattr(private, _LAST_VALUES, dict(vars(config)))
     setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() writes to this one
     setattr(private, SCOPE, scope)
     setattr(private, TWO_WAY, two_way)
-    setattr(private, _IMPLEMENTATION, interface_name(attention))
     return private
 
 

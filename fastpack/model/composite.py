@@ -1,7 +1,7 @@
 """The forward of a composite model: a vision tower, a projector and a text model, of which the text model runs packed.
 
 The composite stays stock. Where it is entered, everything is read that its text model needs and may not get from it:
-the mask, token types, ids and the packing. The text model's own forward (:mod:`fastpack.model.backbone`) takes it up.
+the mask and the packing. The text model's own forward (:mod:`fastpack.model.backbone`) takes it up.
 In between, the tower and the projector see the batch as it came, without fastpack's keywords, and no mask is built.
 
 Shape suffixes: A axes of positions; B rows and S columns of the batch.
@@ -9,7 +9,6 @@ Shape suffixes: A axes of positions; B rows and S columns of the batch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from fastpack.errors import PackingError, UnsupportedModelError
 from fastpack.families.composites import CompositeSpec
-from fastpack.layers.hf_attention import interface_name
+from fastpack.layers.hf_attention import naming_interface
 from fastpack.model.backbone import pack, refuse_adapters
 from fastpack.model.checks import MEDIA, refuse_packed_stock, takes_stock_path
 from fastpack.model.model_runtime import ModelRuntime
@@ -84,9 +83,8 @@ def entered(
     arguments["attention_mask"] = row_mask(arguments.get("attention_mask"), packed)
     if "use_cache" in parameters(type(composite).forward):
         arguments["use_cache"] = False
-    batch = EnteredBatch(packed, arguments.get("input_ids"))
     without_masks = nullcontext() if torch.compiler.is_compiling() else masks_off(composite, runtime.layers.attention)
-    with handover.entering(batch), without_masks:
+    with handover.entering(EnteredBatch(packed)), without_masks:
         yield
 
 
@@ -97,16 +95,10 @@ def masks_off(composite: Any, attention: str) -> Iterator[None]:
     Some composites build the masks of their text model, of ``[B, 1, S, S]``. For an attention implementation without a
     mask function, which fastpack's is, transformers builds none. The composite gets a copy of its config that names it.
     """
-    config, name = composite.config, interface_name(attention)
-    copied = copy.copy(config)
-    text = config.get_text_config(decoder=True)
-    if text is not config:
-        text = copy.copy(text)
-        for place in config.sub_configs:
-            if getattr(config, place, None) is config.get_text_config(decoder=True):
-                vars(copied)[place] = text
-    for each in (copied, text):
-        each._attn_implementation_internal = name
+    config = composite.config
+    copied, text = naming_interface(config, attention), config.get_text_config(decoder=True)
+    places = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    vars(copied).update({place: naming_interface(text, attention) for place in places})
     composite.config = copied
     try:
         yield
@@ -154,8 +146,7 @@ def refuse_lost_positions(composite: ModelLike, arguments: Mapping[str, Any], pa
     raise PackingError(
         f"a flattened batch with images came with {came}, but {type(composite).__name__} rotates by positions of "
         "several axes, which it computes for unflattened rows only. Pass position_ids [4, B, S]: the text positions of "
-        "each sequence, then the axes of get_rope_index for each row (fastpack.PackedVisionCollator makes them); or "
-        "send a padded batch."
+        "each sequence, then the axes of get_rope_index for each row; or send a padded batch."
     )
 
 

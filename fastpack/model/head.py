@@ -44,7 +44,7 @@ from fastpack.model.unwrap import find_parts, patched_backbone
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, is_upstreams, mentions, stock_class
-from fastpack.utils.protocols import HeadLike, ModelLike
+from fastpack.utils.protocols import HeadLike
 from fastpack.utils.replacement import (
     Forward,
     PreHook,
@@ -86,8 +86,7 @@ def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
         *args: positional arguments of the stock forward.
         **kwargs: its keywords, and those of :data:`fastpack.packing.inputs.PACKING_KEYWORDS`.
     """
-    backbone = find_parts(patched.owner).backbone
-    graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
+    graphs, backbone = _graphs_of(patched.owner, patched.runtime)
     with nullcontext() if graphs is None else graphs.early_snapshot(backbone):
         return _run_head(patched, args, kwargs)
 
@@ -199,8 +198,7 @@ def head_pre_hook(
     kind, runtime = hook.spec.kind, hook.runtime
     if not reads_packing(module, kind, runtime, args, kwargs):
         return None
-    backbone = find_parts(module).backbone
-    graphs = _graphs_of(backbone) if _leaves_modules_alone(module, forward) else None
+    graphs, backbone = _graphs_of(module, runtime) if _leaves_modules_alone(module, forward) else (None, None)
     snapshot = None if graphs is None else graphs.take_snapshot(backbone)
     args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
@@ -212,9 +210,13 @@ def head_pre_hook(
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
 
 
-def _graphs_of(backbone: ModelLike) -> GraphRunner | None:
-    runtime = runtime_of(backbone)
-    return None if runtime is None else runtime.graphs
+def _graphs_of(head: HeadLike, runtime: ModelRuntime) -> tuple[GraphRunner | None, Any]:
+    """Return the graphs that run a head's backbone, and the backbone; None and None if there are none to run."""
+    if runtime.graphs is None or torch.compiler.is_compiling():
+        return None, None
+    backbone = find_parts(head).backbone
+    of_backbone = runtime_of(backbone)
+    return None if of_backbone is None else of_backbone.graphs, backbone
 
 
 def _leaves_modules_alone(head: HeadLike, forward: object) -> bool:

@@ -18,11 +18,9 @@ class EnteredBatch:
 
     Attributes:
         packed: the batch's packing; None if the stock forward runs.
-        input_ids: int64 ``[B, S]``, or None if the batch came as embeddings.
     """
 
     packed: PackedSeqLens | None
-    input_ids: Tensor | None = None
 
 
 class Handover(threading.local):

@@ -47,8 +47,8 @@ MAX_PART = 16  # the most heads of a group that a program takes at once
 MAX_TILE = 256  # no tile has more rows or keys
 
 Ranges = Sequence[Tensor | None]
-"""Where the range of each token begins and ends, int32 ``[T]``, which never falls from one token to the next; or Nones.
-"""
+"""The begin and the end of each token's range, int32 ``[T]``, neither of which falls from one token to the next; or
+Nones."""
 CAUSAL: Ranges = (None, None)
 
 
