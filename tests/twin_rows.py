@@ -57,6 +57,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("llama", ATTENTION, {"sinks": "sinks"}, "fails"),
     Wrong("llama", ATTENTION, {"dropout": None}, "dropout"),
     Wrong("llama", ATTENTION, {"out_dropout": "attention_dropout"}, "dropout"),
+    Wrong("llama", ATTENTION, {"two_way": "whole"}, "no effect"),  # a twin's batch has no images
     Wrong("llama", NORM, {"kind": "layer"}, "float32"),
     Wrong("llama", NORM, {"eps": "eps"}, "fails"),
     Wrong("llama", NORM, {"rounding": "after"}, "bfloat16"),
@@ -156,6 +157,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("gemma4_text", ATTENTION, {"out": "q_proj"}, "fails"),
     Wrong("gemma4_text", ATTENTION, {"dropout": None}, "dropout"),
     Wrong("gemma4_text", ATTENTION, {"out_dropout": "attention_dropout"}, "dropout"),
+    Wrong("gemma4_text", ATTENTION, {"two_way": None}, "no effect"),
     Wrong("gemma4_text", NORM, {"rounding": "before"}, "bfloat16"),
     Wrong("starcoder2", LAYER, {"post_mlp": "input_layernorm"}, "float32"),
     Wrong("phimoe", "", {"mask_window": None}, "float32"),

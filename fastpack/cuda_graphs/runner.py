@@ -260,7 +260,8 @@ def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str 
         return "other code packs saved tensors (checkpointing around the model, offloading)"
     if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
         return "other code watches every operation (anomaly detection, a dispatch mode)"
-    if arguments["position_ids"].ndim == 3:
+    positions = arguments.get("position_ids")
+    if positions is not None and positions.ndim == 3:
         return "position_ids of several axes came with the batch"
     for name in ("output_hidden_states", "output_router_logits"):
         if arguments.get(name) is None and getattr(backbone.config, name, False):

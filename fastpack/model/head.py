@@ -198,8 +198,10 @@ def head_pre_hook(
     kind, runtime = hook.spec.kind, hook.runtime
     if not reads_packing(module, kind, runtime, args, kwargs):
         return None
-    graphs, backbone = _graphs_of(module, runtime) if _leaves_modules_alone(module, forward) else (None, None)
-    snapshot = None if graphs is None else graphs.take_snapshot(backbone)
+    graphs, snapshot = None, None
+    if _leaves_modules_alone(module, forward):
+        graphs, backbone = _graphs_of(module, runtime)
+        snapshot = None if graphs is None else graphs.take_snapshot(backbone)
     args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from typing import Any
 
 import pytest
 import torch
+from text_models import text_model
 from transformers import CONFIG_MAPPING
 
 import fastpack
 from fastpack.errors import FastpackWarning, UntriedVersionWarning
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.oracle import Oracle, checkpointings
-from fastpack.exactness.tiny import build, model_types, tiny_config
+from fastpack.exactness.tiny import model_types
 from fastpack.families.registry import FAMILIES
 
 HERE = sorted(
@@ -23,12 +22,6 @@ HERE = sorted(
     if name not in model_types() and name in CONFIG_MAPPING and (family.package or name) != name
 )
 """The text models that only a vision-language model holds, of those that the installed transformers has."""
-
-
-def text_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    family = FAMILIES[name]
-    cls = getattr(importlib.import_module(family.module), family.backbone)
-    return build(cls._from_config, tiny_config(name), dtype=dtype).train()
 
 
 @pytest.mark.sample(6)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from text_models import text_model
 from torch import nn
 from transformers import Qwen2Config
 from transformers.models.llama import modeling_llama
@@ -69,6 +70,8 @@ def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
 
 @functools.cache
 def user_model(model_type: str) -> Any:
+    if model_type not in model_types():
+        return text_model(model_type)
     return build_tiny(model_type, **CONFIGS.get(model_type, {}))
 
 
