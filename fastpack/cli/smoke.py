@@ -27,7 +27,7 @@ from fastpack.errors import BackendUnavailableError
 from fastpack.exactness import tiny
 from fastpack.exactness.family_settings import HEADS, KV_HEADS, NOT_BUILT, TRAITS
 from fastpack.families.refused import REFUSED
-from fastpack.families.registry import FAMILIES
+from fastpack.families.registry import FAMILIES, family_named
 from fastpack.families.spec import TIERS
 from fastpack.testing.processes import run
 from fastpack.testing.record import Record, Setting
@@ -175,7 +175,8 @@ def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> 
         absent = [name for name in named if name not in here and name in listed]
         return [name for name in named if name not in absent], absent
     if tier is not None:
-        return [name for name in here if name in FAMILIES and FAMILIES[name].tier == tier], ()
+        rows = {name: family_named(name) for name in here if name not in {*NOT_BUILT, *REFUSED}}
+        return [name for name, row in rows.items() if row is not None and row.tier == tier], ()
     if everyone:
         return here, sorted(listed - {*here})
     return [name for name in here if name in MOST_USED], [name for name in MOST_USED if name not in here]

@@ -22,7 +22,8 @@ from fastpack.exactness.expert_choices import Choices, choosers_of, recorded, re
 from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, single, taken_for_one, unpadded
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
-from fastpack.families.registry import FAMILIES
+from fastpack.families.registry import family_of
+from fastpack.model.unwrap import find_parts
 from fastpack.utils.protocols import ModelLike
 
 DRAWS = 3
@@ -35,11 +36,11 @@ LEAKS = 1e-2
 """The least error of the control, in which tokens see all earlier tokens of other sequences."""
 
 
-def checkpointings(model: ModelLike) -> tuple[bool, ...]:
+def checkpointings(model: Any) -> tuple[bool, ...]:
     """Return the values of ``use_reentrant`` that a model supports in checkpointing: False, and in most models True."""
     if not model.supports_gradient_checkpointing:
         return ()
-    family = FAMILIES.get(model.config.model_type)
+    family = family_of(find_parts(model).backbone)
     return (False,) if family is not None and family.shares_states else (False, True)
 
 

@@ -20,6 +20,21 @@ UNSHIFTED = frozenset(family.unshifted for family in ALL_FAMILIES if family.unsh
 """Class names of heads whose own loss compares a token's logits with the label in the same place, not the next one."""
 
 
+def family_named(model_type: str) -> Family | None:
+    """Return the family of this name in transformers or, for a composite, that of its text model's config; else None.
+
+    It builds no model. :func:`family_of` also finds the families of names that share another family's classes.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type in FAMILIES or model_type not in CONFIG_MAPPING:
+        return FAMILIES.get(model_type)
+    config_class = CONFIG_MAPPING[model_type]
+    if not config_class.sub_configs:
+        return None
+    return FAMILIES.get(config_class().get_text_config(decoder=True).model_type)
+
+
 def family_of(backbone: nn.Module) -> Family | None:
     """Return the family with exactly this backbone class, or None."""
     cls = stock_class(backbone)

@@ -26,7 +26,9 @@ from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families.refused import REFUSED
-from fastpack.families.registry import FAMILIES
+from fastpack.families.registry import family_of
+from fastpack.families.spec import Family
+from fastpack.model.unwrap import find_parts
 from fastpack.patching.support import too_old
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 from fastpack.testing.record import Row, Setting
@@ -89,12 +91,16 @@ def rows(family: str, task: Task) -> Iterator[Row]:
 
     All errors of building, patching or running the model may be raised, except for the refusal of a listed family.
     """
-    not_here = NOT_BUILT.get(family) or (too_old(FAMILIES[family]) if family in FAMILIES else None)
-    if not_here is not None:
-        yield Row(family, EXACT, refused=not_here)
+    if family in NOT_BUILT:
+        yield Row(family, EXACT, refused=NOT_BUILT[family])
         return
     if family in REFUSED:
         yield _refused(family, task.setting)
+        return
+    row = row_of(family, task.setting)
+    outdated = None if row is None else too_old(row)
+    if outdated is not None:
+        yield Row(family, EXACT, refused=outdated)
         return
     if VERIFY in task.modes:
         yield from _proved(family, VERIFY, task.setting, _backends(family, task.backends, task.setting), verified)
@@ -113,8 +119,14 @@ def oracle_of(family: str, setting: Setting) -> Oracle:
 
     All errors of building or running the stock model in float32 may be raised.
     """
-    routers = FAMILIES[family].routers if family in FAMILIES else ()
+    row = row_of(family, setting)
+    routers = () if row is None else row.routers
     return Oracle.of(functools.partial(setting.build, family), getattr(torch, setting.dtype), routers)
+
+
+def row_of(family: str, setting: Setting) -> Family | None:
+    """Return the row of a tiny model's backbone, which another family or a composite may share; None if it has none."""
+    return family_of(find_parts(setting.build(family)).backbone)
 
 
 def _refused(family: str, setting: Setting) -> Row:
