@@ -35,8 +35,10 @@ def layers(*kinds: str, name: str = "layer_types", **more: Any) -> dict[str, Any
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
 MROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
+SCALED_QUERIES: dict[str, Any] = {**ROPE, "original_max_position_embeddings": BEYOND, "llama_4_scaling_beta": 0.5}
 MIXED = layers(SLIDING, FULL, SLIDING, FULL)
 MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
+DENSE_FIRST: dict[str, Any] = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 """For families whose sdpa attention in transformers 5.17 can't be the oracle: it drops the softcap or is not causal."""
 ONE_CODEBOOK: dict[str, Any] = {"num_codebooks": 1}
@@ -133,6 +135,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
+    "unlimited_ocr_text": {"num_key_value_heads": HEADS},  # its eager attention can't share keys
     "vaultgemma": EAGER,
     "xlstm": {
         "hidden_size": 2 * HIDDEN,  # the width of all queries is rounded up to a multiple of 64
@@ -149,6 +152,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "cohere_compass_text": {**MIXED, "rope_parameters": {SLIDING: {**ROPE, "mrope_section": [3, 3, 2]}, FULL: None}},
     "dbrx": {"attn_config": {"clip_qkv": 0.5, "rope_theta": 10_000.0}},
     "cosmos3_edge_text": MROPE,
+    "deepseek_ocr2_text": DENSE_FIRST,
     "dots1": {**MIXED, "n_shared_experts": 1},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
     "gemma2": {"attn_logit_softcapping": 2.0},
@@ -187,11 +191,30 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
         "minimax_m3_sparse",
         mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
     ),
-    "ministral3": {
-        "sliding_window": WINDOW,
-        "rope_parameters": {**ROPE, "original_max_position_embeddings": BEYOND, "llama_4_scaling_beta": 0.5},
+    "ministral3": {"sliding_window": WINDOW, "rope_parameters": SCALED_QUERIES},
+    "mistral4": {
+        "rope_parameters": {
+            **SCALED_QUERIES,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "partial_rotary_factor": ROPE_DIM / (HEAD_DIM + ROPE_DIM),
+        },
+        "first_k_dense_replace": 1,
     },
     "mixtral": {"sliding_window": WINDOW},
+    "molmo2_text": {
+        "rope_scaling_layers": [0],
+        "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2.0},
+    },
+    # with the default, scores are so large that the stock model is off by 1e-5
+    "muse_glimmer_text": {"qk_scale_factor": 1.5},
+    "muse_spark_text": {
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "qk_scale_factor": 1.5,
+    },
     "mllama": {"num_hidden_layers": 3, "cross_attention_layers": [1]},  # skipped without an image
     "nemotron_h": layers(LINEAR, "moe", FULL, "mlp", LINEAR, FULL, name="layers_block_type"),
     "olmo": {"clip_qkv": 0.5},
@@ -212,6 +235,17 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_text": MROPE,
     "qwen3_next": {"mlp_only_layers": [1]},
     "starcoder2": {"sliding_window": WINDOW},
+    "step3p5": {
+        **MIXED,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_sliding_attention_heads": 2 * HEADS,
+        "sliding_window": WINDOW,
+        "swiglu_limits": [0.0, 0.0, 0.5, 0.5],
+        "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.5],
+        "share_expert_dim": HIDDEN,
+        "query_pre_attn_scalar": HEAD_DIM,
+        "rope_parameters": {FULL: {**ROPE, "partial_rotary_factor": 0.5}, SLIDING: ROPE},
+    },
     "vaultgemma": {"attn_logit_softcapping": 2.0},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"num_mem_blocks": 2},

@@ -251,6 +251,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
         TextDecoderLayer=GLM4_LAYER,
     ),
     _fast("cosmos3_edge_text", "Cosmos3EdgeText", MLP=None, ForCausalLM=None, package="cosmos3_edge"),
+    _fast("deepseek_ocr2_text", "DeepseekOcr2Text", ForCausalLM=None, package="deepseek_ocr2", router="TopkRouter"),
     _fast("granite4_vision_text", "Granite4VisionText", GRANITE, ForCausalLM=None, package="granite4_vision"),
     _fast("granite_docling_text", "GraniteDoclingText", GRANITE, ForCausalLM=None, package="granite_docling"),
     _fast(
@@ -285,6 +286,8 @@ FAST_FAMILIES: tuple[Family, ...] = (
         ThinkerTextMLP=LLAMA_MLP,
         ThinkerTextDecoderLayer=LLAMA_LAYER,
     ),
+    # its window limits tokens that are generated, not those of a prompt
+    _fast("unlimited_ocr_text", "UnlimitedOcrText", ForCausalLM=None, package="unlimited_ocr", router="TopkRouter"),
     # a module, or the head, drops the keyword packed_seq_lens
     Family(
         "emu3",

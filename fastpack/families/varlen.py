@@ -16,6 +16,9 @@ packed batches with each sequence alone (``tests/families``):
 
 from fastpack.families.shared_specs import (
     COHERE_NORM,
+    GEMMA4_NORM,
+    GEMMA_NORM,
+    LLAMA_HEAD,
     LLAMA_MLP,
     LLAMA_NORM,
     LLAMA_PARTS,
@@ -124,8 +127,37 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family("minicpm3", "MiniCPM3Model", ("MiniCPM3Attention",), fast=named("MiniCPM3", **LLAMA_PARTS)),
     Family("ministral3", "Ministral3Model", ("Ministral3Attention",), fast=named("Ministral3", **LLAMA_PARTS)),
+    Family(  # queries are scaled by their positions
+        "mistral4",
+        "Mistral4Model",
+        ("Mistral4Attention",),
+        fast=named("Mistral4", **LLAMA_PARTS, ForCausalLM=LLAMA_HEAD),
+        routers=("Mistral4TopkRouter",),
+    ),
     Family(
         "modernbert-decoder", "ModernBertDecoderModel", ("ModernBertDecoderAttention",), package="modernbert_decoder"
+    ),
+    Family(  # a setting says whether queries and keys are normalised as a whole or in each head
+        "molmo2_text",
+        "Molmo2TextModel",
+        ("Molmo2Attention",),
+        package="molmo2",
+        fast=named("Molmo2", **LLAMA_PARTS),
+    ),
+    Family(
+        "muse_glimmer_text",
+        "MuseGlimmerTextModel",
+        ("MuseGlimmerTextAttention",),
+        package="muse_glimmer",
+        fast=named("MuseGlimmer", RMSNorm=GEMMA4_NORM, TextCenteredRMSNorm=GEMMA_NORM, TextMLP=LLAMA_MLP),
+    ),
+    Family(
+        "muse_spark_text",
+        "MuseSparkTextModel",
+        ("MuseSparkTextAttention",),
+        package="muse_spark",
+        fast=named("MuseSpark", RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
+        routers=("MuseSparkTopkRouter",),
     ),
     Family("nanochat", "NanoChatModel", ("NanoChatAttention",)),
     Family("olmo", "OlmoModel", ("OlmoAttention",), fast=named("Olmo", MLP=LLAMA_MLP)),
@@ -134,6 +166,15 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),
+    Family(
+        "step3p5",
+        "Step3p7TextModel",
+        ("Step3p7Attention",),
+        package="step3p7",
+        fast=named("Step3p7", RMSNorm=GEMMA_NORM),
+        routers=("Step3p7TopKRouter",),
+        refused_if={"use_bidirectional_attention": "its tokens attend in both directions"},
+    ),
     # a module, or the head, drops the keyword packed_seq_lens
     Family("bert", "BertModel", ("BertSelfAttention",), drops_packing=True, causal_if_decoder=True),
     Family(

@@ -19,7 +19,7 @@ from fastpack.utils.protocols import ModelLike
 def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -> AttentionShape:
     """Return the shape that one attention module will ask a backend for, as far as known before there is a batch."""
     config = backbone.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    heads = getattr(module, "num_heads", None) or config.num_attention_heads  # layers may differ
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
     named = spec.softcap if isinstance(spec, AttentionSpec) else None
     softcap = attrgetter(named)(module) if named else getattr(config, "attn_logit_softcapping", None)

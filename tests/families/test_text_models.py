@@ -16,11 +16,7 @@ from fastpack.exactness.oracle import Oracle, checkpointings
 from fastpack.exactness.tiny import model_types
 from fastpack.families.registry import FAMILIES
 
-HERE = sorted(
-    name
-    for name, family in FAMILIES.items()
-    if name not in model_types() and name in CONFIG_MAPPING and (family.package or name) != name
-)
+HERE = sorted(name for name in FAMILIES if name not in model_types() and name in CONFIG_MAPPING)
 """The text models that only a vision-language model holds, of those that the installed transformers has."""
 
 
