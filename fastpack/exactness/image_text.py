@@ -110,7 +110,36 @@ def samples(model: Any, seed: int = 0, rows: Sequence[Sequence[Piece]] = ROWS) -
         ValueError: the model's type has no layout of images.
     """
     layout, generator = layout_of(model), torch.Generator().manual_seed(seed)
-    return [_row(model, layout, pieces, generator, seed * len(rows) + i) for i, pieces in enumerate(rows)]
+
+    def part(piece: Piece, seed: int) -> Tensor | Pixels:
+        if isinstance(piece, int):
+            return plain_tokens(1, piece, seed=seed)
+        return layout.image(model.config, piece, generator)
+
+    first = seed * len(rows)
+    return [
+        row_of(model, [part(piece, len(pieces) * (first + at) + i) for i, piece in enumerate(pieces)])
+        for at, pieces in enumerate(rows)
+    ]
+
+
+def row_of(model: Any, parts: Sequence[Tensor | Pixels]) -> Row:
+    """Return the arguments of a model for one row.
+
+    Args:
+        model: A model of :func:`build_image_text`.
+        parts: The row's ids, int64 ``[1, n]``, and its images, as the layout makes them, in their order.
+    """
+    layout = layout_of(model)
+    images = [part for part in parts if not isinstance(part, Tensor)]
+    ids = [
+        part if isinstance(part, Tensor) else torch.full((1, _tokens_of(model, part)), _image_token(model.config))
+        for part in parts
+    ]
+    row = {"input_ids": torch.cat(ids, dim=1)}
+    types = _token_types(model.config, row["input_ids"])
+    row |= _named(type(model).forward, dict.fromkeys(TOKEN_TYPES, types))
+    return row | _joined(layout, images, dim=1 if layout.per_row else 0)
 
 
 def other_pixels(row: Row) -> Row:
@@ -157,22 +186,6 @@ def positions_of(model: Any, row: Row) -> Tensor:
         return text
     axes, _ = find(**_named(find, row))
     return torch.cat([text[None], axes])
-
-
-def _row(model: Any, layout: Layout, pieces: Sequence[Piece], generator: torch.Generator, seed: int) -> Row:
-    """Return the arguments of a model for one row of pieces."""
-    ids: list[Tensor] = []
-    images: list[Pixels] = []
-    for i, piece in enumerate(pieces):
-        if isinstance(piece, int):
-            ids.append(plain_tokens(1, piece, seed=len(pieces) * seed + i))
-        else:
-            images.append(layout.image(model.config, piece, generator))
-            ids.append(torch.full((1, _tokens_of(model, images[-1])), _image_token(model.config)))
-    row = {"input_ids": torch.cat(ids, dim=1)}
-    types = _token_types(model.config, row["input_ids"])
-    row |= _named(type(model).forward, dict.fromkeys(TOKEN_TYPES, types))
-    return row | _joined(layout, images, dim=1 if layout.per_row else 0)
 
 
 def _token_types(config: Any, ids: Tensor) -> Tensor:
