@@ -204,6 +204,8 @@ def _image_token(config: Any) -> int:
 
 def _tokens_of(model: Any, image: Pixels) -> int:
     """Return how many tokens an image has."""
+    device = next(model.parameters()).device
+    image = {name: value.to(device) for name, value in image.items()}
     with torch.no_grad():
         features = model.get_image_features(**image, **_features(model), return_dict=True)
     pooled = features.pooler_output

@@ -11,8 +11,9 @@ experts in modules that its family's row doesn't name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ def checkpointings(model: Any) -> tuple[bool, ...]:
     return (False,) if family is not None and family.shares_states else (False, True)
 
 
+def checkpointed(model: Any) -> Iterator[str]:
+    """Turn on each kind of checkpointing that a model supports, one after the other, and yield its name."""
+    for reentrant in checkpointings(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        yield "reentrant checkpointing" if reentrant else "checkpointing"
+
+
 def weighted_sum(_: Any, logits: Tensor, start: int, total: int) -> Tensor:
     """Return a weighted sum of logits ``[L, V]``, by the fixed weights of tokens from ``start`` on, of ``total``."""
     generator = torch.Generator().manual_seed(1)
@@ -66,7 +76,7 @@ def run_alone(
         loss_of: Computes the loss from the outputs.
         **kwargs: Further arguments of the model.
     """
-    return _run(model, [(single(model, ids), [ids]) for ids in sequences], loss_of, kwargs)
+    return run_batches(model, [(single(model, ids), [ids]) for ids in sequences], loss_of, kwargs)
 
 
 def run_batch(
@@ -77,14 +87,14 @@ def run_batch(
     **kwargs: Any,
 ) -> Result:
     """Run a model forwards and backwards on a batch of these sequences. The batch's labels are left out."""
-    return _run(model, [(batch, sequences)], loss_of, kwargs)
+    return run_batches(model, [(batch, sequences)], loss_of, kwargs)
 
 
-def _run(
+def run_batches(
     model: nn.Module,
     batches: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]],
-    loss_of: Objective,
-    kwargs: Mapping[str, Any],
+    loss_of: Objective = weighted_sum,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Result:
     """Run a model on one batch after another, each given with its sequences; losses and gradients add up."""
     device = next(model.parameters()).device
@@ -142,7 +152,7 @@ class Oracle:
         if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
             return oracle
         model = build(torch.float32)
-        return cls.of_float32(model, make_sequences(), lambda: _finer(build, model, torch.float64))
+        return cls.of_float32(model, make_sequences(), lambda: finer_copy(build, model, torch.float64))
 
     @classmethod
     def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor], in_float64: Callable[[], nn.Module]) -> Oracle:
@@ -165,7 +175,7 @@ class Oracle:
             The oracle; None if the model chooses experts in unknown modules, is far off, or can't run in this dtype.
         """
         model = build(dtype)
-        wide = _finer(build, model, torch.float32)
+        wide = finer_copy(build, model, torch.float32)
         names = {type(module).__name__.lower() for module in model.modules()}
         if not routers and any(word in name for word in CHOOSES for name in names):
             return None
@@ -189,11 +199,7 @@ class Oracle:
         The model must understand packed batches, as a patched model does, and must be in training mode.
         """
         errors = {kind: self.error(model, make).of_tensors for kind, make in INPUT_KINDS.items()}
-        for reentrant in checkpointings(model):
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            if reentrant:
-                model.enable_input_require_grads()
-            kind = "reentrant checkpointing" if reentrant else "checkpointing"
+        for kind in checkpointed(model):
             errors[kind] = self.error(model, INPUT_KINDS["restarting positions"]).of_tensors
         return self.judge(model, errors)
 
@@ -220,7 +226,7 @@ class Oracle:
         return compare_draws(results, self.results, half=is_half(self.dtype))
 
 
-def _finer(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtype: torch.dtype) -> Any:
+def finer_copy(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtype: torch.dtype) -> Any:
     """Return a copy of a model, with the same weights, built in a finer dtype."""
     finer: Any = build(dtype)
     with torch.no_grad():

@@ -98,7 +98,8 @@ class Probe:
             )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(weight.shape[0], generator=generator)
-        plain = order[(order > 2) & ~torch.isin(order, torch.tensor(_special_tokens(backbone.config)))]
+        special = _special_tokens(backbone.config) + _special_tokens(getattr(model, "config", backbone.config))
+        plain = order[(order > 2) & ~torch.isin(order, torch.tensor(special))]
         count = sum(lengths) + max(lengths)
         if len(plain) < count:
             raise PatchError(
@@ -191,19 +192,22 @@ class Probe:
         total = torch.zeros(len(self.ids), width, device=ids.device)
         for (token_ids, _), gradient in zip(embedded, gradients, strict=True):
             if gradient is not None:
-                at = self.place[token_ids.flatten()]
+                slots, gradient = token_ids.flatten(), gradient.reshape(-1, width)
+                if token_ids.shape == batch["input_ids"].shape:  # a composite embeds padding as well
+                    slots, gradient = unpadded(slots, batch), unpadded(gradient, batch)
+                at = self.place[slots]
                 if bool((at < 0).any()):
                     raise PatchError(
                         "verify identifies tokens by their ids, but this model embeds ids that are not in the batch "
                         "(learnt prompts)."
                     )
-                total.index_add_(0, at, gradient.float().reshape(-1, width))
+                total.index_add_(0, at, gradient.float())
         return total[self.place[ids]]
 
 
 def _special_tokens(config: ConfigLike) -> list[int]:
     """Return the ids of special tokens: padding, the end of a text (a list in Llama 3), images and the like."""
-    named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
+    named = [value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))]
     flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
     return [i for i in flat if isinstance(i, int)]
 

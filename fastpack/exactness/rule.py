@@ -1,8 +1,8 @@
 """The rule of exactness: the error of one pass over some sequences against another, and its bound.
 
 In float32 and float64 the error of a tensor is max|difference| / max|reference|. For gradients the reference is at
-least 1e-3 of the largest gradient in the model. The bound is :data:`FULL_BOUND`, or more if the stock model itself is
-off by more.
+least 1e-3 of the largest gradient in the model, or 1e-2 for a gradient that is rounding alone. The bound is
+:data:`FULL_BOUND`, or more if the stock model itself is off by more.
 
 In half precision a maximum depends on luck. So the error is |difference| / |reference| in 2-norms, and of several draws
 of tokens the median counts. The bound is :data:`FACTOR` times the stock model's own error. This own error is measured
@@ -28,6 +28,10 @@ FACTOR = 1.5
 """The bound as a multiple of the stock model's own error: another order of the same operations rounds differently."""
 CONTROL = 3.0
 """The least error of the control, as a multiple of the bound."""
+
+ROUNDING = torch.finfo(torch.float32).eps
+"""The size of a gradient, as a share of the largest in the model, up to which it is rounding alone: what is left where
+terms cancel, as in the bias of keys."""
 
 Size = Callable[[Tensor], Tensor]
 
@@ -138,11 +142,17 @@ def errors_of(
         tensors: Tensors by name.
         true: The tensors to compare them with.
         size: The norm to measure.
-        least: The least size of a reference, as a share of the largest size in ``true``.
+        least: The least size of a reference, as a share of the largest size in ``true``. It is ten times as much for a
+            reference that is rounding alone (:data:`ROUNDING`).
     """
-    floor = least * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
+    sizes = {name: float(size(tensor.float())) for name, tensor in true.items()}
+    biggest = max(sizes.values(), default=0.0)
+
+    def floor(name: str) -> float:
+        return biggest * least * (10 if sizes.get(name, 0.0) <= ROUNDING * biggest else 1)
+
     return {
-        name: relative(tensors.get(name, 0 * tensor), true.get(name, 0 * tensor), size=size, floor=floor)
+        name: relative(tensors.get(name, 0 * tensor), true.get(name, 0 * tensor), size=size, floor=floor(name))
         for name, tensor in {**tensors, **true}.items()
     }
 

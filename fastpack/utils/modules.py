@@ -10,6 +10,9 @@ from torch import nn
 TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multimodal")
 """Words in the names of towers: modules that embed something other than text."""
 
+CACHED_POSITIONS = "rope_deltas"
+"""The attribute in which a composite model keeps the positions of its last batch, to continue generating."""
+
 
 def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     """Return the longest list of modules among the backbone's children and grandchildren, without those of towers."""
@@ -24,11 +27,23 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and restore every module's mode at the end."""
+    """Put a model in evaluation mode, and restore every module's mode and cached positions at the end."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    with keeping_positions(model):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+@contextmanager
+def keeping_positions(model: nn.Module) -> Iterator[None]:
+    """Restore the positions that composites cache of their last batch (:data:`CACHED_POSITIONS`) at the end."""
+    cached = [(m, vars(m)[CACHED_POSITIONS]) for m in model.modules() if CACHED_POSITIONS in vars(m)]
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, positions in cached:
+            setattr(module, CACHED_POSITIONS, positions)

@@ -9,7 +9,7 @@ import torch
 
 import fastpack
 from fastpack.exactness import tiny
-from fastpack.exactness.oracle import DRAWS, STEADY, _finer
+from fastpack.exactness.oracle import DRAWS, STEADY, finer_copy
 from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_draws
 from fastpack.testing.record import GPU_HEAD_DIM, Setting
 from fastpack.testing.worker import oracle_of
@@ -99,7 +99,7 @@ def test_wider_models_have_activations_of_the_same_size(model_type: str) -> None
 
 
 def test_the_float32_model_has_the_weights_of_the_other() -> None:
-    fine = _finer(functools.partial(HALF.build, "llama"), HALF.build("llama"), torch.float32)
+    fine = finer_copy(functools.partial(HALF.build, "llama"), HALF.build("llama"), torch.float32)
     for name, parameter in HALF.build("llama").named_parameters():
         assert parameter.dtype == torch.bfloat16
         wide = fine.get_parameter(name)

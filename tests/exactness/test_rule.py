@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fastpack.exactness.rule import FACTOR, FULL_BOUND, bound_of, middle, relative, worst
+from fastpack.exactness.rule import FACTOR, FULL_BOUND, ROUNDING, Result, bound_of, compare, middle, relative, worst
 from fastpack.exactness.verification import Check, Verification
 
 
@@ -52,3 +52,19 @@ def test_a_reference_of_zeros_proves_nothing() -> None:
     assert relative(ones, zeros, floor=1e-3) == pytest.approx(1e3)
     assert relative(ones, ones) == 0.0
     assert relative(ones * math.nan, ones) == relative(ones, ones * math.nan) == math.inf
+
+
+def test_a_gradient_that_is_rounding_alone_is_held_to_a_higher_floor() -> None:
+    """Keys' biases have no gradient but what is left of terms that cancel: ``ROUNDING`` of the largest, at most."""
+
+    def result(small: float) -> Result:
+        grads = {"weight": torch.tensor([1.0]), "bias of keys": torch.tensor([small])}
+        return Result([torch.ones(1, 2)], torch.tensor(1.0), grads)
+
+    def error(small: float, true: float) -> float:
+        return compare(result(small), result(true)).grads
+
+    assert error(0.0, ROUNDING / 2) == pytest.approx(100 * ROUNDING / 2)
+    assert error(0.0, 2 * ROUNDING) == pytest.approx(1000 * 2 * ROUNDING)
+    assert error(1e-3, 0.0) == pytest.approx(0.1), "a real gradient there is an error"
+    assert error(1.1e-3, 1e-3) == pytest.approx(0.1, rel=1e-3)

@@ -26,4 +26,3 @@ def test_the_sweep_takes_the_row_of_the_backbone_that_was_built(name: str, row: 
     if name not in model_types():
         pytest.skip("not in this release of transformers")
     assert row_of(name, Setting()) is FAMILIES[row]
-
