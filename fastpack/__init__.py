@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastpack.data.packed_collators import PackedPreferenceCollator as PackedPreferenceCollator
     from fastpack.data.packed_collators import PackedSFTCollator as PackedSFTCollator
     from fastpack.data.sampler import TokenBudgetSampler as TokenBudgetSampler
+    from fastpack.data.vision_collator import PackedVisionCollator as PackedVisionCollator
     from fastpack.errors import BackendUnavailableError as BackendUnavailableError
     from fastpack.errors import FastpackError as FastpackError
     from fastpack.errors import FastpackWarning as FastpackWarning
@@ -62,6 +63,7 @@ _NAMES = {
     "fastpack.data.collators": ("with_packed_seq_lens",),
     "fastpack.data.packed_collators": ("PackedPreferenceCollator", "PackedSFTCollator"),
     "fastpack.data.sampler": ("TokenBudgetSampler",),
+    "fastpack.data.vision_collator": ("PackedVisionCollator",),
     "fastpack.errors": (
         "BackendUnavailableError",
         "FastpackError",

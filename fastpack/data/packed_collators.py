@@ -5,7 +5,8 @@ Pass their batches to a patched model without changes::
     batch = PackedSFTCollator()(examples)
     loss = model(**batch).loss
 
-For pairs see :mod:`fastpack.trainers.preference_losses`. Nothing is cut: an example that is not valid raises.
+For pairs see :mod:`fastpack.trainers.preference_losses`, and for images :mod:`fastpack.data.vision_collator`. Nothing
+is cut: an example that is not valid raises.
 
 Shape suffixes: T tokens, N sequences, P pairs.
 """
@@ -29,14 +30,14 @@ Example = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class _Sequence:
+class TokenSequence:
     """One sequence without padding: int64 ``[length]`` ids and labels."""
 
     ids: Tensor
     labels: Tensor
 
 
-def _collate(groups: Sequence[tuple[_Sequence, ...]]) -> dict[str, Any]:
+def _collate(groups: Sequence[tuple[TokenSequence, ...]]) -> dict[str, Any]:
     """Return a batch of examples that have one or two sequences each: all first sequences, then all second ones."""
     if not groups:
         raise PackingError("there is no example to collate. Pass at least one.")
@@ -82,7 +83,7 @@ class PackedSFTCollator:
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         """Collate a list of examples."""
-        return _collate([(_supervised(example, f"example {i}"),) for i, example in enumerate(examples)])
+        return _collate([(supervised(example, f"example {i}"),) for i, example in enumerate(examples)])
 
 
 @dataclass(frozen=True)
@@ -131,31 +132,31 @@ class PackedPreferenceCollator:
         return batch
 
 
-def _supervised(example: Example, name: str) -> _Sequence:
+def supervised(example: Example, name: str) -> TokenSequence:
     """Return the sequence of an example of :class:`PackedSFTCollator`."""
-    ids = _column(example, "input_ids", name)
-    labels = _column(example, "labels", name) if example.get("labels") is not None else ids
+    ids = column_of(example, "input_ids", name)
+    labels = column_of(example, "labels", name) if example.get("labels") is not None else ids
     _check_length(labels, ids, "labels", name)
     if example.get("completion_mask") is not None:
-        mask = _column(example, "completion_mask", name)
+        mask = column_of(example, "completion_mask", name)
         _check_length(mask, ids, "completion_mask", name)
         if not mask.any():
             raise PackingError(f"{name} of the batch has an empty completion: completion_mask is 0 everywhere.")
         labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
-    real = _real(example, "attention_mask", ids, name)
+    real = real_slice(example, "attention_mask", ids, name)
     if not len(ids[real]):
         raise PackingError(f"{name} of the batch has no token. Leave it out.")
-    return _Sequence(ids[real], labels[real])
+    return TokenSequence(ids[real], labels[real])
 
 
-def _completed(prompt: Tensor, example: Example, kind: str, name: str) -> _Sequence:
+def _completed(prompt: Tensor, example: Example, kind: str, name: str) -> TokenSequence:
     """Return the sequence of a prompt and one of its completions."""
     completion = _part(example, kind, name)
     ids = torch.cat([prompt, completion])
     if len(completion) == 0 or len(ids) < 2:
         what = "a single token without a prompt" if len(completion) else "an empty completion"
         raise PackingError(f"{name} of the batch has {what} as {kind}, which has no log-probability. Leave it out.")
-    return _Sequence(ids, torch.cat([torch.full_like(prompt, IGNORE_INDEX), completion]))
+    return TokenSequence(ids, torch.cat([torch.full_like(prompt, IGNORE_INDEX), completion]))
 
 
 def _part(example: Example, kind: str, name: str) -> Tensor:
@@ -166,15 +167,15 @@ def _part(example: Example, kind: str, name: str) -> Tensor:
             f"{name} of the batch has no {kind}_ids (nor {column}), only {', '.join(example)}. Pass TRL's columns: "
             "prompt_ids, chosen_ids and rejected_ids."
         )
-    ids = _column(example, column, name)
-    return ids[_real(example, f"{kind}_attention_mask", ids, name)]
+    ids = column_of(example, column, name)
+    return ids[real_slice(example, f"{kind}_attention_mask", ids, name)]
 
 
-def _real(example: Example, column: str, ids: Tensor, name: str) -> slice:
+def real_slice(example: Example, column: str, ids: Tensor, name: str) -> slice:
     """Return the range of slots in which a mask is 1."""
     if example.get(column) is None:
         return slice(None)
-    mask = _column(example, column, name)
+    mask = column_of(example, column, name)
     _check_length(mask, ids, column, name)
     ones = mask.nonzero()[:, 0].tolist()
     if not ones:
@@ -193,7 +194,7 @@ def _check_length(column: Tensor, ids: Tensor, what: str, name: str) -> None:
         )
 
 
-def _column(example: Example, column: str, name: str) -> Tensor:
+def column_of(example: Example, column: str, name: str) -> Tensor:
     """Return a column of whole numbers as int64 ``[length]``."""
     if column not in example:
         raise PackingError(f"{name} of the batch has no {column}, only {', '.join(example)}.")
