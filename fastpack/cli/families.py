@@ -17,6 +17,8 @@ from rich.table import Table
 from fastpack.cli import UsageError
 from fastpack.errors import UntriedVersionWarning
 from fastpack.exactness import tiny
+from fastpack.exactness.image_settings import NOT_BUILT
+from fastpack.exactness.image_text import build_named, image_text_types
 from fastpack.families.lock import (
     LOCK,
     as_text,
@@ -28,7 +30,7 @@ from fastpack.families.lock import (
     with_release,
 )
 from fastpack.families.lock import proved as locked
-from fastpack.families.registry import FAMILIES
+from fastpack.families.registry import FAMILIES, family_named
 from fastpack.families.source import UNREADABLE
 from fastpack.families.spec import Family
 from fastpack.model.unwrap import find_parts
@@ -36,7 +38,8 @@ from fastpack.patching.match import settle
 from fastpack.patching.recognise import recognise
 from fastpack.patching.report import WORDS
 from fastpack.patching.twin import match_by_twin
-from fastpack.testing.record import Record
+from fastpack.testing.record import Record, Row
+from fastpack.testing.worker import IMAGE_BOUND, IMAGES
 from fastpack.utils.classes import stock_class
 
 
@@ -80,9 +83,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def family_rows() -> list[dict[str, str]]:
-    """Return ``model_type``, ``tier`` and ``backbone`` of each family, the highest tier first."""
+    """Return ``model_type``, ``tier`` and ``backbone`` of each family, the highest tier first.
+
+    An image-text model has the tier of its text model, which is its backbone.
+    """
+    of_images = {name: family_named(name) for name in image_text_types() if name not in NOT_BUILT}
+    families = {name: family for name, family in {**of_images, **FAMILIES}.items() if family is not None}
     rows = [
-        {"model_type": name, "tier": _tier(family), "backbone": family.backbone} for name, family in FAMILIES.items()
+        {"model_type": name, "tier": _tier(family), "backbone": family.backbone} for name, family in families.items()
     ]
     order = list(WORDS)
     return sorted(rows, key=lambda row: (order.index(row["tier"]), row["model_type"]))
@@ -157,9 +165,14 @@ def _update_lock_file(record: Record, lock_file: Path) -> None:
     print(f"{len(sources)} classes of transformers {release} are in {lock_file}")
 
 
-def _not_in_both(record: Record) -> list[str]:
-    """Return the names that are only in the sweep, or only in the installed transformers' causal-LM mapping."""
-    return sorted({row.family for row in record.rows} ^ set(tiny.model_types()))
+def _names_tried(record: Record) -> str:
+    """Return how many names of the causal-LM mapping a sweep tried, in words."""
+    only_images = {*image_text_types()} - {*tiny.model_types()}
+    tried = {row.family for row in record.rows} - only_images
+    every = tried == {*tiny.model_types()}
+    return (
+        f"{len(tried)} names in transformers' causal-LM mapping" if every else f"the {len(tried)} names that were tried"
+    )
 
 
 def exact_families(record: Record) -> dict[str, str]:
@@ -180,21 +193,21 @@ def proved(record: Record) -> str:
     exact = [row for row in record.rows if row.kinds and row.family in tiers]
     if not exact:
         raise ValueError("it proved no family exact")
-    kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
-    worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
-    errors = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
-    total = len({row.family for row in record.rows})
-    names = (
-        f"the {total} names that were tried"
-        if _not_in_both(record)
-        else f"{total} names in transformers' causal-LM mapping"
-    )
+    text, images = ([row for row in exact if (row.mode == IMAGES) is on] for on in (False, True))
+    only_images = {*image_text_types()} - {*tiny.model_types()}
     summary = (
-        f"{len(tiers)} of {names} give the same logits and gradients as each sequence alone, within {errors} "
-        f"(allowed are 1e-5, or 1.5 times the stock model's own error if that is more). The inputs were "
-        f"{', '.join(kinds)}; the models were in training mode, with `use_cache` at its default. Each model was built "
-        f"tiny from its own config, in its own process, on {record.made_with}."
+        f"{len(tiers.keys() - only_images)} of {_names_tried(record)} give the same logits and gradients as each "
+        f"sequence alone, within {_errors(text)} (allowed are 1e-5, or 1.5 times the stock model's own error if that "
+        f"is more). The inputs were {_inputs(text)}; the models were in training mode, with `use_cache` at its "
+        f"default. Each model was built tiny from its own config, in its own process, on {record.made_with}."
     )
+    if images:
+        tried = {row.family for row in record.rows} & {*image_text_types()}
+        summary += (
+            f" {len({row.family for row in images})} of {len(tried)} names in transformers' image-text mapping "
+            "also give those of each row of text and images alone, the tower's gradients included, within "
+            f"{_errors(images)} (allowed are {IMAGE_BOUND:.0e}). The inputs were {_inputs(images)}."
+        )
     lines = [markdown([{"model_type": family, "tier": tier} for family, tier in sorted(tiers.items())]), ""]
     lines += textwrap.wrap(summary, 120, break_long_words=False, break_on_hyphens=False)
     if failed:
@@ -202,6 +215,17 @@ def proved(record: Record) -> str:
     if refused:
         lines += ["", "Refused:", "", *(f"- `{family}`: {why}" for family, why in sorted(refused.items()))]
     return "\n".join(lines)
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    """Return the largest error of rows in each dtype, in words."""
+    dtypes = sorted({row.dtype for row in rows})
+    worst = {dtype: max(row.error or 0.0 for row in rows if row.dtype == dtype) for dtype in dtypes}
+    return " and ".join(f"{error:.1e} in {dtype}" for dtype, error in worst.items())
+
+
+def _inputs(rows: Sequence[Row]) -> str:
+    return ", ".join(dict.fromkeys(kind for row in rows for kind in row.kinds))
 
 
 def sources_of(model_type: str) -> dict[str, str]:
@@ -213,7 +237,7 @@ def sources_of(model_type: str) -> dict[str, str]:
     Warns:
         FastpackWarning: a class does not compute what its spec says; the class is left out.
     """
-    parts = find_parts(tiny.build_tiny(model_type))
+    parts = find_parts(build_named(model_type))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntriedVersionWarning)  # this run tries those versions
         recognised = settle(recognise(parts), match_by_twin, head=True)

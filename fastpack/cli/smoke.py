@@ -25,13 +25,14 @@ from fastpack.cli import UsageError, require_file
 from fastpack.cli.flags import POSITIVE, make_parser
 from fastpack.errors import BackendUnavailableError
 from fastpack.exactness import tiny
-from fastpack.exactness.family_settings import HEADS, KV_HEADS, NOT_BUILT, TRAITS
+from fastpack.exactness.family_settings import HEADS, KV_HEADS, TRAITS
+from fastpack.exactness.image_text import image_text_types
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES, family_named
 from fastpack.families.spec import TIERS
 from fastpack.testing.processes import run
 from fastpack.testing.record import Record, Setting
-from fastpack.testing.worker import EACH, MODES, USUAL, Task
+from fastpack.testing.worker import EACH, MODES, UNBUILT, USUAL, Task
 from fastpack.utils.console import counted, headed, room_for, without_empty
 
 _MOST_USED = """
@@ -45,15 +46,22 @@ _MOST_USED = """
 """
 
 MOST_USED: tuple[str, ...] = tuple(_MOST_USED.split())
-"""The default families: those that are fine-tuned most, and some more."""
+"""The default families of the causal-LM mapping: those that are fine-tuned most, and some more."""
+
+MOST_USED_ON_IMAGES: tuple[str, ...] = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl"),
+    *("llava", "mistral3", "idefics3", "smolvlm", "lfm2_vl", "paligemma"),
+)
+"""The default families of the image-text mapping, beside those of :data:`MOST_USED` that are in it."""
 
 WHAT = """Build tiny models of many architectures, patch them, prove them exact, and train them for three steps.
 
-Modes: exact (compare every kind of input with each sequence alone), verify (only fastpack.verify, whose bound is the
-model's own rounding), and training with TRL: plain, lora and packed."""
+Modes: exact (compare every kind of input with each sequence alone), images (the same on rows with images, for the names
+of transformers' image-text mapping), verify (only fastpack.verify, whose bound is the model's own rounding), and
+training with TRL: plain, lora and packed."""
 FLAGS: dict[str, dict[str, Any]] = {
     "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: the families that are used most"},
-    "--all": {"action": "store_true", "help": "every family of transformers' causal-LM mapping"},
+    "--all": {"action": "store_true", "help": "every family of transformers' causal-LM and image-text mappings"},
     "--tier": {"choices": TIERS, "help": "with --all: only the families of this tier"},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(USUAL)},
     "--backends": {
@@ -166,17 +174,18 @@ def _check_backend(name: str, setting: Setting) -> None:
 def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> tuple[Sequence[str], Sequence[str]]:
     """Return the families to run, and the requested families that this release of transformers does not have.
 
-    The families to run are the named ones, or all of transformers' causal-LM mapping (or those of one tier), or
-    :data:`MOST_USED`. An unknown name is run, and fails.
+    The families to run are the named ones, or all of transformers' causal-LM and image-text mappings (or those of one
+    tier), or :data:`MOST_USED`. An unknown name is run, and fails.
     """
-    here = tiny.model_types()
-    listed = {*FAMILIES, *REFUSED, *MOST_USED, *NOT_BUILT, *TRAITS}
+    here = list(dict.fromkeys([*tiny.model_types(), *image_text_types()]))
+    most_used = (*MOST_USED, *MOST_USED_ON_IMAGES)
+    listed = {*FAMILIES, *REFUSED, *most_used, *UNBUILT, *TRAITS}
     if named:
         absent = [name for name in named if name not in here and name in listed]
         return [name for name in named if name not in absent], absent
     if tier is not None:
-        rows = {name: family_named(name) for name in here if name not in {*NOT_BUILT, *REFUSED}}
+        rows = {name: family_named(name) for name in here if name not in {*UNBUILT, *REFUSED}}
         return [name for name, row in rows.items() if row is not None and row.tier == tier], ()
     if everyone:
         return here, sorted(listed - {*here})
-    return [name for name in here if name in MOST_USED], [name for name in MOST_USED if name not in here]
+    return [name for name in here if name in most_used], [name for name in most_used if name not in here]

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from fastpack.exactness.family_settings import HEAD_DIM, TRAITS
 from fastpack.exactness.image_layouts import Layout, Pixels
 from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, VISION, WITH
-from fastpack.exactness.tiny import build, plain_tokens, small_copy
+from fastpack.exactness.tiny import build, build_tiny, model_types, plain_tokens, small_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -88,6 +88,15 @@ def build_image_text(
     """
     config = image_text_config(model_type, head_dim=head_dim, **overrides)
     return build(image_text_class(model_type)._from_config, config, seed, head_dim=head_dim, dtype=dtype)
+
+
+def build_named(model_type: str, **settings: Any) -> PreTrainedModel:
+    """Build the small model of a name in the causal-LM mapping, or else in the image-text mapping.
+
+    Keywords and errors are those of :func:`build_image_text` and :func:`fastpack.exactness.tiny.build_tiny`.
+    """
+    only_images = model_type not in model_types() and model_type in image_text_types()
+    return (build_image_text if only_images else build_tiny)(model_type, **settings)
 
 
 def layout_of(model: Any) -> Layout:

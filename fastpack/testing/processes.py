@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpack.testing.record import Row
-from fastpack.testing.worker import TRAINED, Task, work
+from fastpack.testing.worker import TRAINED, Task, modes_of, work
 
 IMPORTED = (
     "fastpack.testing.worker",
@@ -75,7 +75,9 @@ def _in_a_process(
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
     rows = [Row(**row) for row in whole if row is not None]
     sent_modes = {row.mode for row in rows}
-    missing = [mode for mode in task.modes if mode not in sent_modes and not any(row.refused for row in rows)]
+    missing = [
+        mode for mode in modes_of(family, task) if mode not in sent_modes and not any(row.refused for row in rows)
+    ]
     if None not in whole:  # exit code 0 is not enough: rows may be missing unless null ends the file
         problem = f"not done after {timeout:g} s" if late else _last_line(log, process.exitcode or 0)
     elif missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 import fastpack
 from fastpack.exactness.family_settings import HEAD_DIM
-from fastpack.exactness.tiny import build_tiny
+from fastpack.exactness.image_text import build_image_text, build_named
 from fastpack.utils.versions import versions_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,17 @@ class Setting:
             model_type: the family.
             dtype: another dtype than the setting's, or None.
 
-        All errors of :func:`fastpack.exactness.tiny.build_tiny` may be raised.
+        All errors of :func:`fastpack.exactness.image_text.build_named` may be raised.
         """
+        return self._built(build_named, model_type, dtype)
+
+    def build_for_images(self, model_type: str, dtype: torch.dtype | None = None) -> Any:
+        """Return a model of the image-text mapping, as :meth:`build` does."""
+        return self._built(build_image_text, model_type, dtype)
+
+    def _built(self, build: Callable[..., Any], model_type: str, dtype: torch.dtype | None) -> Any:
         dtype = dtype or getattr(torch, self.dtype)
-        return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
+        return build(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
 
     def named(self) -> str:
         """Return the setting as a line of text."""
@@ -66,13 +73,13 @@ class Row:
     Attributes:
         family, mode: the family and the mode.
         tier, backend, dtype: the patched model's; empty if the model was not patched, or has no attention.
-        error: in mode ``exact``, the largest relative error of all inputs, compared with each sequence alone; in other
-            modes, the error of :func:`fastpack.verify` that is nearest to its bound.
+        error: in modes ``exact`` and ``images``, the largest relative error of all inputs, compared with each sequence
+            alone; in other modes, the error of :func:`fastpack.verify` that is nearest to its bound.
         bound: the largest allowed ``error``.
-        kinds: in mode ``exact``, the error of each kind of input.
+        kinds: in modes ``exact`` and ``images``, the error of each kind of input.
         loss: the largest relative difference of three losses from those of the stock model on padded batches.
         speed: the stock model's step time on padded batches divided by the patched model's, without the first step.
-        refused: why the family is refused, at all or in this precision; else None.
+        refused: why the family is refused, at all, with images, or in this precision; else None.
         left_out: why the mode was left out: the error of training the stock model in this mode; else None.
         problem: why the row failed, or None.
     """

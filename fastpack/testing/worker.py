@@ -1,7 +1,7 @@
 """Compute a family's rows in its own process, one mode after the other, and write them to a file.
 
-The model is proved exact, verified, and trained for three steps with TRL: whole, with LoRA, and on packed batches,
-patched and unpatched.
+The model is proved exact on text and, if it is in the image-text mapping, on images; it is verified, and trained for
+three steps with TRL: whole, with LoRA, and on packed batches, patched and unpatched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ import torch
 import fastpack
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.exactness.family_settings import NOT_BUILT
+from fastpack.exactness.image_oracle import ImageOracle
+from fastpack.exactness.image_settings import NOT_BUILT as IMAGES_NOT_BUILT
+from fastpack.exactness.image_text import image_text_types
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
+from fastpack.families.composites import composite_spec
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import family_of
 from fastpack.families.spec import Family
@@ -33,15 +37,19 @@ from fastpack.patching.support import too_old
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 from fastpack.testing.record import Row, Setting
 
-EXACT, VERIFY = "exact", "verify"
+EXACT, IMAGES, VERIFY = "exact", "images", "verify"
 TRAINED = ("plain", "lora", "packed")
-MODES = (EXACT, VERIFY, *TRAINED)
-USUAL = (EXACT, *TRAINED)
+MODES = (EXACT, IMAGES, VERIFY, *TRAINED)
+USUAL = (EXACT, IMAGES, *TRAINED)
 """The default modes; training also verifies a model first."""
 EACH = "each"
 STEPS, BATCH = 3, 4
 LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)
 LOSS_BOUND, HALF_LOSS_BOUND = 1e-4, 3e-2
+IMAGE_BOUND = 1e-4
+"""The bound of errors on images: towers are of many kinds, and rounding in some is more than in text models."""
+UNBUILT = {**IMAGES_NOT_BUILT, **NOT_BUILT}
+"""The names of both mappings that can't be built tiny, or are no decoders, each with the reason."""
 
 NOT_AS_PADDED = ("big_bird", "cpmant")
 """Models whose stock logits of a padded sequence differ from those of the sequence alone. A patched model gives the
@@ -64,6 +72,11 @@ class Task:
     modes: Sequence[str]
     backends: str
     setting: Setting
+
+
+def modes_of(family: str, task: Task) -> list[str]:
+    """Return the modes of a task that apply to a family: ``images`` is for names in the image-text mapping."""
+    return [mode for mode in task.modes if mode != IMAGES or family in image_text_types()]
 
 
 def work(family: str, task: Task, sent: Path, log: Path) -> None:
@@ -91,8 +104,8 @@ def rows(family: str, task: Task) -> Iterator[Row]:
 
     All errors of building, patching or running the model may be raised, except for the refusal of a listed family.
     """
-    if family in NOT_BUILT:
-        yield Row(family, EXACT, refused=NOT_BUILT[family])
+    if family in UNBUILT:
+        yield Row(family, EXACT, refused=UNBUILT[family])
         return
     if family in REFUSED:
         yield _refused(family, task.setting)
@@ -103,12 +116,18 @@ def rows(family: str, task: Task) -> Iterator[Row]:
         yield Row(family, EXACT, refused=outdated)
         return
     if VERIFY in task.modes:
-        yield from _proved(family, VERIFY, task.setting, _backends(family, task.backends, task.setting), verified)
-    if set(task.modes) == {VERIFY}:
-        return
+        yield from _proved(family, VERIFY, task.setting, _backends(task.setting.build(family), task.backends), verified)
+    if {EXACT, *TRAINED} & {*task.modes}:
+        yield from text_rows(family, task)
+    if IMAGES in modes_of(family, task):
+        yield from image_rows(family, task)
+
+
+def text_rows(family: str, task: Task) -> Iterator[Row]:
+    """Yield the rows of mode ``exact`` and of training, which are on text, for each backend."""
     oracle = oracle_of(family, task.setting)
     setting = replace(task.setting, dtype=str(oracle.dtype).removeprefix("torch."))
-    backends = _backends(family, task.backends, setting)
+    backends = _backends(setting.build(family), task.backends)
     if EXACT in task.modes:
         yield from _proved(family, EXACT, setting, backends, oracle.prove)
     yield from train_rows(family, [mode for mode in task.modes if mode in TRAINED], setting, backends)
@@ -122,6 +141,30 @@ def oracle_of(family: str, setting: Setting) -> Oracle:
     row = row_of(family, setting)
     routers = () if row is None else row.routers
     return Oracle.of(functools.partial(setting.build, family), getattr(torch, setting.dtype), routers)
+
+
+def image_rows(family: str, task: Task) -> Iterator[Row]:
+    """Yield a row for each backend: the model on rows with images, or the reason why it takes none.
+
+    All errors of building, patching or running the model may be raised, except for the refusal of a composite's listed
+    inputs. Images are tried in float32.
+    """
+    setting = replace(task.setting, dtype="float32")
+    stock = setting.build_for_images(family)
+    parts = find_parts(stock)
+    row = family_of(parts.backbone)
+    build = functools.partial(setting.build_for_images, family)
+    oracle = ImageOracle.of(build, () if row is None else row.routers, least=IMAGE_BOUND)
+    for backend in _backends(stock, task.backends):
+        model = fastpack.patch(setting.build_for_images(family), attention=backend)
+        try:
+            verification = oracle.prove(model)
+        except UnsupportedModelError as error:
+            if parts.composite is None or not composite_spec(parts.composite).refused_inputs:
+                raise
+            yield Row(family, IMAGES, dtype=setting.dtype, refused=str(error))
+            return
+        yield _proved_row(family, IMAGES, setting, model, verification)
 
 
 def row_of(family: str, setting: Setting) -> Family | None:
@@ -146,17 +189,19 @@ def _proved(
 ) -> Iterator[Row]:
     for backend in backends:
         model = fastpack.patch(setting.build(family), attention=backend)
-        verification = prove(model)
-        checks = verification.checks if verification is not None and mode == EXACT else ()
-        kinds = {check.what: check.error for check in checks if not check.at_least}
-        yield Row.of(family, mode, setting, model, verification, kinds=kinds)
+        yield _proved_row(family, mode, setting, model, prove(model))
 
 
-def _backends(family: str, which: str, setting: Setting) -> list[str]:
-    """Return the requested backend, or the backends that serve every layer (with ``auto`` if layers differ)."""
+def _proved_row(family: str, mode: str, setting: Setting, model: Any, verification: Verification | None) -> Row:
+    checks = verification.checks if verification is not None and mode != VERIFY else ()
+    kinds = {check.what: check.error for check in checks if not check.at_least}
+    return Row.of(family, mode, setting, model, verification, kinds=kinds)
+
+
+def _backends(model: Any, which: str) -> list[str]:
+    """Return the requested backend, or those that serve every layer of a model (with ``auto`` if layers differ)."""
     if which != EACH:
         return [which]
-    model = setting.build(family)
     with fastpack.patched(model):
         serving = [name for name, why in fastpack.report(model).backends.items() if why is None]
     alone = []

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +28,16 @@ from fastpack.backends.call import AttentionCall
 from fastpack.cli import families
 from fastpack.cli.families import family_rows
 from fastpack.cli.main import main
-from fastpack.cli.smoke import MOST_USED, choose
+from fastpack.cli.smoke import MOST_USED, MOST_USED_ON_IMAGES, choose
 from fastpack.exactness.family_settings import NOT_BUILT
+from fastpack.exactness.image_oracle import IMAGE_KINDS
+from fastpack.exactness.image_text import image_text_types
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.tiny import build_tiny, model_types
+from fastpack.families import composites
+from fastpack.families.composites import CompositeSpec
 from fastpack.families.refused import REFUSED
-from fastpack.families.registry import FAMILIES
+from fastpack.families.registry import family_named
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.testing import processes, worker
 from fastpack.testing.record import Record, Row, Setting
@@ -55,7 +60,7 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
     result = tmp_path / "run.json"
     assert smoke_main(["mamba", "--json", str(result), *ON_CPU]) == 0
     record = Record.read(result)
-    assert [row.mode for row in record.rows] == list(USUAL)
+    assert [row.mode for row in record.rows] == [mode for mode in USUAL if mode != "images"]
     assert record.versions.keys() >= {"transformers", "torch", "trl", "fastpack", "python"}
     for row in record.rows:
         assert row.tier == "re-padded mixer"
@@ -69,6 +74,40 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
             assert row.speed is not None
             assert row.speed > 0
     assert "4 runs of 1 family" in capsys.readouterr().out
+
+
+def test_an_image_text_model_on_text_and_on_images(tmp_path: Path) -> None:
+    result = tmp_path / "run.json"
+    flags = ["internvl", "llama", "--modes", "exact", "images", "--backends", "auto", "--json", str(result)]
+    assert smoke_main([*flags, *ON_CPU]) == 0
+    text, images, llama = Record.read(result).rows
+    assert (text.mode, images.mode, llama.mode) == ("exact", "images", "exact")
+    assert {row.verdict for row in (text, images, llama)} == {"exact"}
+    assert text.tier == images.tier == "fast"
+    assert text.kinds.keys() > INPUT_KINDS.keys()
+    assert images.kinds.keys() > IMAGE_KINDS.keys()
+    assert images.bound == worker.IMAGE_BOUND
+
+
+def test_a_leak_fails_on_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastpack, "patch", lambda model, **_: model)
+    monkeypatch.setattr(fastpack, "report", lambda _: SimpleNamespace(tier="", backend=""))
+    (row,) = worker.image_rows("internvl", Task(("images",), "auto", Setting()))
+    assert (row.problem or "").startswith("not exact: images, flattened")
+
+
+def test_images_that_a_composite_refuses_are_a_row_and_no_failure() -> None:
+    def rows(monkeypatch: pytest.MonkeyPatch, **refused: str) -> list[Row]:
+        monkeypatch.setattr(worker, "composite_spec", lambda _: CompositeSpec(refused_inputs=refused))
+        monkeypatch.setattr(composites, "_PLAIN", CompositeSpec(refused_inputs={"pixel_values": "made up"}))
+        return list(worker.image_rows("internvl", Task(("images",), "auto", Setting())))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        (row,) = rows(monkeypatch, pixel_values="made up")
+        assert row.verdict == "refused"
+        assert "made up" in (row.refused or "")
+        with pytest.raises(fastpack.UnsupportedModelError, match="made up"):
+            rows(monkeypatch)
 
 
 @pytest.mark.slow
@@ -99,8 +138,8 @@ def test_a_leak_fails_what_is_verified_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_families_of_a_tier() -> None:
     chosen, _ = choose([], everyone=True, tier="fast")
-    assert "llama" in chosen
-    assert {FAMILIES[name].tier for name in chosen} == {"fast"}
+    assert {"llama", "llava"} < {*chosen}
+    assert {family.tier for name in chosen if (family := family_named(name))} == {"fast"}
     assert set(chosen) < set(choose([], everyone=True)[0])
 
 
@@ -303,8 +342,9 @@ def test_the_families_that_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     smoke_main(["--all", *ON_CPU])
     most, everybody = asked
     assert 60 <= len(most) < len(everybody)
-    assert set(most) <= set(MOST_USED)
-    assert everybody == model_types()
+    assert set(most) <= {*MOST_USED, *MOST_USED_ON_IMAGES}
+    assert {*MOST_USED_ON_IMAGES} & {*everybody} < {*most}
+    assert everybody == list(dict.fromkeys([*model_types(), *image_text_types()]))
     monkeypatch.setattr("fastpack.exactness.tiny.model_types", lambda: ["llama", "gpt2"])
     capsys.readouterr()
     assert smoke_main(["llama", "mamba", "no_such_family", *ON_CPU]) == 0
@@ -322,6 +362,8 @@ def made_up_run(tmp_path: Path) -> Path:
         Row("mamba", "exact", "re-padded mixer", "", "float32", 1e-6, 1e-4, kinds),
         Row("mamba", "plain", problem="crashed"),
         Row("qwen2", "plain", "fast", "segments", "float32", 1e-6, 1e-4),
+        Row("llava", "exact", "fast", "segments", "float32", 1e-6, 1e-4, kinds),
+        Row("llava", "images", "fast", "segments", "float32", 4e-6, 1e-4, {"images, flattened": 4e-6}),
         Row("reformer", "exact", refused="it sorts tokens"),
     ]
     run = tmp_path / "run.json"
@@ -336,10 +378,13 @@ def test_a_run_is_summarised(
     monkeypatch.setattr("fastpack.exactness.tiny.model_types", lambda: ["gpt2", "llama", "mamba", "qwen2", "reformer"])
     assert main(["families", "--from", str(run)]) == 0
     section = capsys.readouterr().out
-    assert "| **fast** (1) |" in section
+    assert "| **fast** (2) |" in section
     assert "| **quite new** (1) |" in section
     assert "2 of 5 names in transformers' causal-LM mapping give" in section
     assert "2.0e-06 in float32" in section
+    words = " ".join(section.split())
+    assert "1 of 1 names in transformers' image-text mapping also give" in words
+    assert "within 4.0e-06 in float32 (allowed are 1e-04). The inputs were images, flattened." in words
     assert "Not proved: `mamba`." in section
     assert "- `reformer`: it sorts tokens" in section
     assert not {"`qwen2`", "`bamba`", "`mistral`"} & set(section.replace(",", " ").split())
@@ -359,7 +404,7 @@ def test_a_run_is_entered_in_the_lock_file(
     assert main(["families", "--from", str(run), "--lock"]) == 0
     entered = json.loads(file.read_text())
     assert entered["LlamaMLP"] == {"old": ["5.6.0"], "new": [transformers.__version__]}
-    assert entered.keys() == {"LlamaMLP", "Gpt2MLP"}
+    assert entered.keys() == {"LlamaMLP", "Gpt2MLP", "LlavaMLP"}
     file.unlink()
     record = json.loads(run.read_text())
     record["versions"]["transformers"] = "5.6.0"
