@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import index
 from typing import Any
@@ -25,10 +25,15 @@ SIDES: tuple[Sides, ...] = (
 
 Ids come before ``length``, which may count words, characters or another tokenizer's tokens.
 """
+IMAGES = ("images", "image")
+"""The columns of images in a data set that the collator's processor turns into tokens."""
+_MASKS = ("attention_mask", "KL_attention_mask")
 _ROWS = 1000
 
 
-def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
+def lengths_of(
+    dataset: object, *, max_length: int | None = None, collator: Callable[[Any], Any] | None = None
+) -> list[int]:
     """Return the number of tokens of each example, for :func:`plan_batches` and :class:`TokenBudgetSampler`.
 
     All ids are counted, padding included. A pair counts both sides: ``2 * prompt + chosen + rejected``, or ``chosen +
@@ -36,11 +41,16 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
     there are no ids, a ``length`` column is used, as in transformers. It has to count all tokens that the collator
     makes of an example, both sides of a pair included.
 
+    Examples with images have no ids before the collator's processor has made them. Without a ``length`` column, the
+    collator is called with each example alone, which takes as long as the images of an epoch take. The tokens of images
+    are counted too.
+
     Args:
         dataset: a ``datasets.Dataset`` (which is not decoded), a dict of columns, or any object with ``len()`` that can
             be indexed and whose examples are dicts (each is read once, which may take a while).
         max_length: the number of tokens to which the collator cuts a sequence, if it does. It does not apply to a
-            ``length`` column.
+            ``length`` column, nor to images.
+        collator: the collator of a data set with images. It makes a batch with an ``attention_mask``.
 
     Returns:
         One int for each example.
@@ -72,6 +82,8 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
             )
         names, read = list(first), None
     sides = next((sides for sides in SIDES if set(chain.from_iterable(sides)) <= set(names)), None)
+    if sides is None and collator is not None and not {*IMAGES}.isdisjoint(names):
+        return [_collated_tokens(collator, example) for example in _examples(dataset)]
     if sides is None:
         allowed = "; ".join(" + ".join(columns_of(sides)) for sides in SIDES)
         raise PackingError(
@@ -93,6 +105,27 @@ def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
         for at, tokens in enumerate(whole):
             totals[at] += tokens if cut is None else min(tokens, cut)
     return totals
+
+
+def _examples(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield a copy of each example, which a collator may change."""
+    if isinstance(dataset, Mapping):
+        columns = list(dataset)
+        yield from (dict(zip(columns, values, strict=True)) for values in zip(*dataset.values(), strict=True))
+    else:
+        yield from (dict(dataset[at]) for at in range(len(dataset)))
+
+
+def _collated_tokens(collator: Callable[[Any], Any], example: dict[str, Any]) -> int:
+    """Return the number of tokens that a collator makes of an example, without padding."""
+    batch = collator([example])
+    masks = [batch[name] for name in _MASKS if batch.get(name) is not None]
+    if not masks:
+        raise PackingError(
+            f"the collator made a batch of {', '.join(batch)}, without an attention_mask that counts the tokens of an "
+            "example with images. Pass a collator that pads, or add a length column."
+        )
+    return sum(int(mask.sum()) for mask in masks)
 
 
 def columns_of(sides: Sides) -> list[str]:

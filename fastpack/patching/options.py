@@ -38,6 +38,10 @@ class TokenBudget:
     (``IterableDataset``) needs ``same_steps=True``: its lengths are unknown beforehand, so an example over the budget
     runs alone and is not an error.
 
+    **Images.** Their tokens count as any others. A data set of images has no ids before the processor has made them, so
+    each example is collated once, alone, to count its tokens; a ``length`` column that counts them spares this. A batch
+    of images can only be split if its rows' images are known, as in GRPO and RLOO.
+
     **Losses.** The loss of an optimiser step is the mean over all of the step's trained tokens, pairs or sequences, on
     all ranks and in all micro-batches. So its gradient is that of one big batch, even if micro-batches are uneven. That
     also holds for your own ``compute_loss`` or ``compute_loss_func``. It may return the mean over its micro-batch or

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastpack.data.collators import stock_collator
-from fastpack.data.lengths import lengths_of
+from fastpack.data.lengths import IMAGES, lengths_of
 from fastpack.data.sampler import TokenBudgetSampler
 from fastpack.data.token_budget import TOO_LONG
 from fastpack.errors import PatchError
@@ -121,8 +121,16 @@ def _lengths(trainer: TrainerLike) -> list[int]:
     # TRL's collators truncate to max_length. transformers' collators pad to it, and truncate nothing.
     cuts = any(base.__module__.split(".")[0] == "trl" for base in type(collator).__mro__)
     return lengths_of(
-        getattr(trainer, "train_dataset", None), max_length=getattr(collator, "max_length", None) if cuts else None
+        getattr(trainer, "train_dataset", None),
+        max_length=getattr(collator, "max_length", None) if cuts else None,
+        collator=collator,
     )
+
+
+def _has_images(trainer: TrainerLike) -> bool:
+    """Return whether a trainer's data set has columns of images."""
+    columns = getattr(getattr(trainer, "train_dataset", None), "column_names", None) or ()
+    return not {*IMAGES}.isdisjoint(columns)
 
 
 def _checked_loss_unit(trainer: TrainerLike, budget: TokenBudget) -> LossUnit:
@@ -187,6 +195,16 @@ def _reasons(trainer: TrainerLike, loss_unit: LossUnit, budget: TokenBudget) -> 
     average = getattr(args, "average_tokens_across_devices", True)
     if accelerator.num_processes > 1 and not average and loss_unit.name == "trained tokens":
         yield "average_tokens_across_devices=False takes the mean of the ranks' means, over different numbers of tokens"
+    if loss_unit.planned and _has_images(trainer):
+        if splitting:
+            yield "a batch doesn't say which row its images belong to, so it can't be split; leave same_steps out"
+        if getattr(trainer, "calculate_KL", False):
+            yield (
+                f"loss_type {trainer.loss_type!r} compares with completions of other rows of the batch, and the data "
+                'set says nothing of their lengths; pass loss_type="apo_zero_unpaired"'
+            )
+        if budget.too_long == "truncate":
+            yield 'too_long="truncate" would cut the tokens of images; set max_length in the config of this trainer'
     if budget.too_long != "truncate":
         return
     if budget.same_steps:

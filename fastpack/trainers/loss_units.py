@@ -18,6 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fastpack.errors import PackingError
+from fastpack.model.checks import MEDIA
 from fastpack.model.labels import passes_loss_keywords, shifts_labels
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.block_masks import real_slots
@@ -266,9 +268,35 @@ def piece(inputs: Inputs, units: list[int], loss_unit: LossUnit) -> dict[str, An
     """Return a part of a batch, with the given units only.
 
     A tensor or list with one entry for each row, or for each unit, keeps the entries of these units. Other values don't
-    change. ``packed_seq_lens`` become the lengths of the remaining sequences. The model reads from the mask where these
-    sequences are.
+    change. Images are divided by TRL's ``num_images``, as its own trainers do. ``packed_seq_lens`` become the lengths
+    of the remaining sequences. The model reads from the mask where these sequences are.
+
+    Raises:
+        PackingError: the batch has images, and doesn't say which row they belong to.
     """
+    media = [name for name in MEDIA if inputs.get(name) is not None]
+    if media:
+        return _piece_with_images(inputs, units, loss_unit, media)
+    return _select(inputs, units, loss_unit)
+
+
+def _piece_with_images(inputs: Inputs, units: list[int], loss_unit: LossUnit, media: list[str]) -> dict[str, Any]:
+    """Return a part of a batch of TRL's trainers that has images."""
+    from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+    if inputs.get("num_images") is None:
+        raise PackingError(
+            f"{', '.join(media)} came with a batch over the budget, which doesn't say which row they belong to, so it "
+            "can't be split. Leave same_steps out, or pass smaller batches."
+        )
+    by_row = split_pixel_values_by_grid({name: value for name, value in inputs.items() if value is not None})
+    part = unsplit_pixel_values_by_grid(_select(by_row, units, loss_unit))
+    # rows without images leave tensors without entries, which no model takes
+    return {name: value for name, value in part.items() if not isinstance(value, Tensor) or value.numel()}
+
+
+def _select(inputs: Inputs, units: list[int], loss_unit: LossUnit) -> dict[str, Any]:
+    """Return the entries of these units."""
     total = rows(inputs)
     count = total // loss_unit.rows_per_unit
     rows_of_units = [unit + count * part for part in range(loss_unit.rows_per_unit) for unit in units]
