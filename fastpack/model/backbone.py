@@ -28,6 +28,7 @@ from fastpack.model.checks import (
 from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.model_runtime import ModelRuntime
 from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
+from fastpack.model.position_axes import position_axes, rotary_positions
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
@@ -93,7 +94,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         graphs = offload = sharing = None
     else:
         watch.check(backbone)
-    packed = pack(arguments, packing, prefixes=sharing is not None)
+    axes = position_axes(backbone.config)
+    packed = pack(arguments, packing, axes=axes, prefixes=sharing is not None)
     refuse_positions(backbone, family, arguments, packed)
     refuse_windows(watch.window, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
@@ -108,7 +110,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         input_ids=ids,
         inputs_embeds=embeddings,
         attention_mask=None if family.unmasked else mask_placeholder(packed),
-        position_ids=_positions(arguments.get("position_ids"), run),
+        position_ids=rotary_positions(arguments.get("position_ids"), run, axes),
         packed_seq_lens=run,
         use_cache=False,
         return_dict=True,
@@ -152,13 +154,6 @@ def _from_outside(runtime: ModelRuntime, source: Tensor | None, name: str) -> Pa
     return handover.take(source)
 
 
-def _positions(position_ids: Tensor | None, packed: PackedSeqLens) -> Tensor:
-    """Return the positions of the tokens that run: ``[1, T]``, or ``[A, 1, T]`` for positions of A axes."""
-    if position_ids is not None and position_ids.ndim == 3:
-        return packed.unpad_axes(position_ids)
-    return packed.position_ids if packed.shared is None else packed.shared.position_ids
-
-
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise if a patched module has PEFT adapters that read the rows of a batch, unless the stock forward will run."""
     if "peft_config" not in module.__dict__ or torch.compiler.is_compiling():
@@ -167,12 +162,13 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         refuse_row_adapters(module)
 
 
-def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
+def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, axes: int, prefixes: bool) -> PackedSeqLens:
     """Read the packing from the arguments of a head or a backbone; see :func:`read_packing`.
 
     Args:
         arguments: the arguments of the forward.
         packing: the packing keywords that were among these arguments.
+        axes: the number of the model's rotary axes.
         prefixes: whether to find the prefixes that sequences share as well.
     """
     return read_packing(
@@ -180,6 +176,7 @@ def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: 
         source_of(arguments).device,
         attention_mask=arguments.get("attention_mask"),
         position_ids=arguments.get("position_ids"),
+        axes=axes,
         packing=packing,
         ids=arguments.get("input_ids") if prefixes else None,
     )

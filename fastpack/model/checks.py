@@ -177,12 +177,19 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
 
     Raises:
         PackingError: the family counts positions itself, and the batch's positions are neither 0, 1, 2, ... in each
-            sequence nor the family's own; or rotary frequencies depend on each sequence's length, and a sequence's
-            positions continue above those of the sequence before it. (Sequences are found where positions fall.)
+            sequence nor the family's own; or rotary frequencies depend on each sequence's length, and positions have
+            several axes, or a sequence's positions continue above those of the sequence before it. (Sequences are found
+            where positions fall.)
     """
     if arguments.get("position_ids") is None or packed.padding.is_empty or torch.compiler.is_compiling():
         return
     by_length = any(map(is_served, backbone.children()))
+    if by_length and arguments["position_ids"].ndim == 3:
+        raise PackingError(
+            f"position_ids of several axes came to {type(backbone).__name__}, whose rotary frequencies depend on each "
+            "sequence's length (rope_type dynamic or longrope); the two together are not covered. Set another "
+            "rope_type in the config, send text only, or train this model unpatched (fastpack.unpatch(model))."
+        )
     counts_itself = family.repadded or any("position_ids" in spec.left_out for spec in family.mixers.values())
     if not (counts_itself or by_length):
         return

@@ -22,6 +22,7 @@ from fastpack.layers.hf_attention import naming_interface
 from fastpack.model.backbone import pack, refuse_adapters
 from fastpack.model.checks import MEDIA, refuse_packed_stock, takes_stock_path
 from fastpack.model.model_runtime import ModelRuntime
+from fastpack.model.position_axes import position_axes
 from fastpack.packing.handover import EnteredBatch
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -78,7 +79,7 @@ def entered(
         return
     refuse_adapters(composite, (), arguments)
     refuse_inputs(composite, spec, arguments)
-    packed = pack(arguments, packing, prefixes=runtime.sharing is not None)
+    packed = pack(arguments, packing, axes=position_axes(composite.config), prefixes=runtime.sharing is not None)
     refuse_lost_positions(composite, arguments, packed)
     arguments["attention_mask"] = row_mask(arguments.get("attention_mask"), packed)
     if "use_cache" in parameters(type(composite).forward):
@@ -145,8 +146,9 @@ def refuse_lost_positions(composite: ModelLike, arguments: Mapping[str, Any], pa
     came = "no position_ids" if positions is None else f"position_ids of one axis ({tuple(positions.shape)})"
     raise PackingError(
         f"a flattened batch with images came with {came}, but {type(composite).__name__} rotates by positions of "
-        "several axes, which it computes for unflattened rows only. Pass position_ids [4, B, S]: the text positions of "
-        "each sequence, then the axes of get_rope_index for each row; or send a padded batch."
+        f"several axes, which it computes for unflattened rows only. Pass position_ids "
+        f"[{position_axes(composite.config) + 1}, B, S]: the text positions of each sequence, then the axes of "
+        "get_rope_index for each row; or send a padded batch."
     )
 
 

@@ -18,7 +18,8 @@ from fastpack.utils.replacement import Forward
 from fastpack.utils.sharding import exchange_inside
 
 _NOT_PASSED = ("attention_mask", "position_ids", "packed_seq_lens")
-"""The arguments that are not passed on: each row is one sequence without padding, and does not need them."""
+"""The arguments that are not passed on: each row is one sequence without padding, and does not need them. Positions of
+several axes are passed on."""
 
 
 def repadded_forward(
@@ -38,6 +39,9 @@ def repadded_forward(
     """
     groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
     row_arguments = {name: value for name, value in arguments.items() if name not in _NOT_PASSED}
+    positions = arguments.get("position_ids")
+    if positions is not None and positions.ndim == 3:
+        row_arguments["position_ids"] = positions
     row_arguments |= dict.fromkeys(family.disabled_caches, False)
     results = [
         stock(**{name: repad(value, rows, packed.total_tokens) for name, value in row_arguments.items()})

@@ -40,6 +40,7 @@ from fastpack.model.loss import (
 )
 from fastpack.model.model_runtime import ModelRuntime, runtime_of
 from fastpack.model.outputs import repad_outputs
+from fastpack.model.position_axes import position_axes
 from fastpack.model.unwrap import find_parts, patched_backbone
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -259,7 +260,7 @@ def prepare_head(
         if backbone_runtime is not None:  # before positions are read, since context parallelism reorders them
             backbone_runtime.user_changes.attention.check()
     packed = arguments["packed_seq_lens"] = pack(
-        arguments, take_packing(arguments), prefixes=runtime.sharing is not None
+        arguments, take_packing(arguments), axes=position_axes(head.config), prefixes=runtime.sharing is not None
     )
     if _balances(head):
         # every token has weight 1, whatever the number of its segment, and padding has weight 0

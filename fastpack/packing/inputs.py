@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.packing.reading import already_read, read_inputs
+from fastpack.packing.reading import AXES, already_read, read_inputs
 from fastpack.packing.reading import numbers_segments as read_segments
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -33,6 +33,7 @@ def read_packing(
     *,
     attention_mask: Any = None,
     position_ids: Tensor | None = None,
+    axes: int = AXES,
     packing: Mapping[str, Any] | None = None,
     ids: Tensor | None = None,
 ) -> PackedSeqLens:
@@ -45,7 +46,9 @@ def read_packing(
             (1, 1, 2, 2, 0); or ``[B, 1, S, S]``, bool or additive, with one causal block for each sequence
             (:mod:`fastpack.packing.block_masks`); it is read on its device.
         position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``. A value that does not grow begins a new sequence.
-            Values under padding are ignored.
+            Values under padding are ignored. Of ``[1 + axes, B, S]`` the first, the text positions, are read;
+            ``[axes, B, S]`` say nothing about sequences, and must not fall inside one if nothing else tells them apart.
+        axes: the number of rotary axes of the model, if its positions have several.
         packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
         ids: int64 ``[B, S]``, the batch's ``input_ids``, if shared prefixes are to be found too. The ids come to the
             host in the same copy as the other tensors.
@@ -58,10 +61,12 @@ def read_packing(
     if packed is not None:
         return packed
     if not torch.compiler.is_compiling():
-        return read_inputs(shape, keywords, device, attention_mask=attention_mask, position_ids=position_ids, ids=ids)
+        return read_inputs(
+            shape, keywords, device, attention_mask=attention_mask, position_ids=position_ids, axes=axes, ids=ids
+        )
     from fastpack.packing.outside import read_outside  # it imports the compiler
 
-    packed = read_outside(shape, keywords, device, attention_mask=attention_mask, position_ids=position_ids)
+    packed = read_outside(shape, keywords, device, attention_mask=attention_mask, position_ids=position_ids, axes=axes)
     return packed
 
 

@@ -22,6 +22,10 @@ from fastpack.packing.prefixes import find_prefixes
 from fastpack.packing.seqlens import PackedSeqLens, build_lengths, check_lengths, check_vector
 from fastpack.utils.tensors import send
 
+AXES = 3
+"""The number of rotary axes of most models whose positions have several: time, height and width."""
+FIRST_AXIS = "the first axis of position_ids"
+
 
 def read_inputs(
     shape: tuple[int, int],
@@ -30,6 +34,7 @@ def read_inputs(
     *,
     attention_mask: Any = None,
     position_ids: Tensor | None = None,
+    axes: int = AXES,
     ids: Tensor | None = None,
 ) -> PackedSeqLens:
     """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.read_packing`.
@@ -40,13 +45,15 @@ def read_inputs(
         device: the batch's device.
         attention_mask: as in :func:`~fastpack.packing.inputs.read_packing`.
         position_ids: as in :func:`~fastpack.packing.inputs.read_packing`.
+        axes: as in :func:`~fastpack.packing.inputs.read_packing`.
         ids: as in :func:`~fastpack.packing.inputs.read_packing`.
     """
     rows, columns = shape
     slots = rows * columns
     if slots == 0:
         raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
-    host = _to_host(shape, attention_mask, position_ids, keywords, ids)
+    text, first = split_axes(position_ids, axes)
+    host = _to_host(shape, attention_mask, {"position_ids": text, FIRST_AXIS: first}, keywords, ids)
     # index of every real token in the flattened batch, and the sequence number its mask gives it
     mask = host.get("attention_mask", torch.ones(slots, dtype=torch.long))
     blocks = attention_mask is not None and attention_mask.ndim == 4
@@ -108,6 +115,8 @@ def read_inputs(
             _reject_jumps(step, boundary, all_real=index.numel() == slots)
         else:
             _check_positions(author, step, boundary, new_row)
+    elif first is not None and author is None:
+        _reject_falls(host[FIRST_AXIS][index].diff(), boundary, axes)
 
     starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
@@ -152,11 +161,14 @@ def already_read(
 def _to_host(
     shape: tuple[int, int],
     attention_mask: Any,
-    position_ids: Tensor | None,
+    positions: Mapping[str, Tensor | None],
     keywords: Mapping[str, Any],
     ids: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Bring every tensor that describes the batch to the host, flat and int64, in one copy."""
+    """Bring every tensor that describes the batch to the host, flat and int64, in one copy.
+
+    Each of ``positions`` is ``[S]``, ``[1, S]`` or ``[B, S]``, and arrives under its name.
+    """
     rows, columns = shape
     parts: dict[str, Tensor] = {} if ids is None else {"input_ids": ids}
     if attention_mask is not None:
@@ -174,13 +186,14 @@ def _to_host(
                 f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
                 "takes [B, S], or causal blocks of sequences as [B, 1, S, S]."
             )
-    position_ids = text_positions(position_ids)
-    if position_ids is not None:
+    for name, position_ids in positions.items():
+        if position_ids is None:
+            continue
         if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
             raise PackingError(
                 f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
             )
-        parts["position_ids"] = _whole(position_ids).reshape(-1, columns).expand(rows, columns)
+        parts[name] = _whole(position_ids).reshape(-1, columns).expand(rows, columns)
     for key, value in keywords.items():
         if key != "packed_seq_lens":
             parts[key] = _numbers(key, value)
@@ -197,20 +210,24 @@ def _to_host(
     return host
 
 
-def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Return the positions that tell sequences apart: of ``[4, B, S]`` the first axis, of ``[3, B, S]`` none.
+def split_axes(position_ids: Tensor | None, axes: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the positions that count the tokens of each sequence, or the first axis of positions without them.
+
+    Args:
+        position_ids: None; positions of one axis; ``[1 + axes, B, S]``, text positions first; or ``[axes, B, S]``.
+        axes: the number of the model's rotary axes.
 
     Raises:
         PackingError: there is another number of axes.
     """
     if position_ids is None or position_ids.ndim <= 2:
-        return position_ids
-    if position_ids.ndim > 3 or position_ids.shape[0] not in (3, 4):
+        return position_ids, None
+    if position_ids.ndim > 3 or position_ids.shape[0] not in (axes, axes + 1):
         raise PackingError(
             f"position_ids has shape {tuple(position_ids.shape)}; pass [B, S] or, for vision-language models, "
-            "[3, B, S] or [4, B, S] with the text positions first."
+            f"[{axes}, B, S] or [{axes + 1}, B, S] with the text positions first."
         )
-    return position_ids[0] if position_ids.shape[0] == 4 else None
+    return (position_ids[0], None) if position_ids.shape[0] == axes + 1 else (None, position_ids[0])
 
 
 def _numbers(key: str, value: Any) -> Tensor:
@@ -311,6 +328,16 @@ def _reject_repeats(step: Tensor, boundary: Tensor, restarts: Tensor) -> None:
         raise PackingError(
             f"position_ids repeat a position at token {at + 1}, inside a sequence: neither the next position nor a "
             "restart. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
+        )
+
+
+def _reject_falls(step: Tensor, boundary: Tensor, axes: int) -> None:
+    """Raise if positions of several axes, without text positions, fall inside a sequence."""
+    if (at := _first((step < 0) & ~boundary)) is not None:
+        raise PackingError(
+            f"position_ids of {axes} axes fall at token {at + 1}, inside a sequence: several sequences seem to share a "
+            f"row, but no axis counts the tokens of each. Pass position_ids [{axes + 1}, B, S], the text positions "
+            "first, or packed_seq_lens."
         )
 
 

@@ -170,6 +170,11 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
         ("position_ids", "negative"),
     ),
     "positions of two axes": (FIVE, {"positions": torch.zeros(2, 1, 5).long()}, ("(2, 1, 5)", "[3, B, S]")),
+    "positions of three axes that fall": (
+        FIVE,
+        {"positions": T([[0, 1, 2, 0, 1]]).expand(3, 1, 5)},
+        ("3 axes fall at token 3", "[4, B, S]", "packed_seq_lens"),
+    ),
     "positions too short": (FIVE, {"positions": torch.arange(4)}, ("(4,)", "(1, 5)")),
     "positions of other rows": ((2, 3), {"positions": torch.zeros(3, 3).long()}, ("(3, 3)", "(2, 3)")),
     # masks
