@@ -158,6 +158,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("gemma4_text", ATTENTION, {"dropout": None}, "dropout"),
     Wrong("gemma4_text", ATTENTION, {"out_dropout": "attention_dropout"}, "dropout"),
     Wrong("gemma4_text", ATTENTION, {"two_way": None}, "no effect"),
+    Wrong("gemma4_text", ATTENTION, {"two_way_if": None}, "no effect"),
     Wrong("gemma4_text", NORM, {"rounding": "before"}, "bfloat16"),
     Wrong("starcoder2", LAYER, {"post_mlp": "input_layernorm"}, "float32"),
     Wrong("phimoe", "", {"mask_window": None}, "float32"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fastpack.families.spec import BlockSpec
 from fastpack.utils.classes import stock_class
 
 
@@ -21,11 +22,13 @@ class CompositeSpec:
         model_type: the name of the composite's sub-package in transformers.
         name: the class name of the module that calls the text model.
         refused_inputs: the arguments that a patched composite can't take, each with the reason.
+        blocks: how a batch marks the tokens that see each other in both directions; None if all are causal.
     """
 
     model_type: str = ""
     name: str = ""
     refused_inputs: Mapping[str, str] = field(default_factory=dict)
+    blocks: BlockSpec | None = None
 
     @property
     def module(self) -> str:
@@ -35,15 +38,23 @@ class CompositeSpec:
 
 _PLAIN = CompositeSpec()
 _CROSS_ATTENTION = "its text model attends to the images of a row in other layers, which is not covered"
-_TWO_WAY = "tokens of its prefix attend in both directions, which is not covered yet"
+_PREFIX = (
+    "without it the stock model attends in both directions if no row is padded, and is causal otherwise. Pass "
+    "token_type_ids, 0 in the prefix (images and prompt) and 1 behind it, as its processor does with a suffix."
+)
+_VISION = ("use_bidirectional_attention", "vision")
 COMPOSITES: tuple[CompositeSpec, ...] = (
+    CompositeSpec("gemma3", "Gemma3Model", blocks=BlockSpec("token_type_ids")),
+    CompositeSpec("gemma4", "Gemma4Model", blocks=BlockSpec("mm_token_type_ids", (1, 2), _VISION)),
+    CompositeSpec("gemma4_unified", "Gemma4UnifiedModel", blocks=BlockSpec("mm_token_type_ids", (1, 2), _VISION)),
     CompositeSpec(
         "mllama",
         "MllamaModel",
         refused_inputs={"pixel_values": _CROSS_ATTENTION, "cross_attention_states": _CROSS_ATTENTION},
     ),
+    CompositeSpec("molmo2", "Molmo2Model", blocks=BlockSpec("mm_token_type_ids", one_each=True)),
     CompositeSpec(
-        "paligemma", "PaliGemmaModel", refused_inputs=dict.fromkeys(("pixel_values", "token_type_ids"), _TWO_WAY)
+        "paligemma", "PaliGemmaModel", blocks=BlockSpec("token_type_ids", (0,), one_each=True, required=_PREFIX)
     ),
 )
 """The composites that have a row."""

@@ -60,7 +60,8 @@ ERNIE4_5_VL_ATTENTION = replace(GLM4V_ATTENTION, rope_in_float32=True)
 
 # latents, shared keys
 DEEPSEEK_V3_ATTENTION = LatentAttentionSpec()
-GEMMA4_ATTENTION = SharedAttentionSpec(two_way="in_window")
+GEMMA4_ATTENTION = SharedAttentionSpec(two_way="in_window", two_way_if="sliding_window")
+GEMMA4_UNIFIED_ATTENTION = SharedAttentionSpec(two_way="whole")
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 

@@ -83,13 +83,16 @@ class SharedAttentionSpec:
 
     Attributes:
         out, dropout, out_dropout: as in :class:`AttentionSpec`.
-        two_way: as in :class:`AttentionSpec`, for layers with a window; the others are causal.
+        two_way: as in :class:`AttentionSpec`.
+        two_way_if: the module's attribute that is set in the layers which use blocks, the others being causal; None
+            for all layers.
     """
 
     out: str = "o_proj"
     dropout: str | None = "attention_dropout"
     out_dropout: str | None = None
     two_way: TwoWay | None = None
+    two_way_if: str | None = None
 
 
 AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | SharedAttentionSpec
@@ -206,6 +209,26 @@ Spec = AnyAttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
 
 
 @dataclass(frozen=True)
+class BlockSpec:
+    """How a batch says which tokens see each other in both directions: the blocks of attention.
+
+    Attributes:
+        argument: the argument ``[B, S]`` that holds a type for each token.
+        types: the types of the tokens that are in blocks.
+        setting: a setting of the text model's config, and the value with which there are blocks; None if there always
+            are.
+        one_each: whether all such tokens of a sequence are one block; else each run of neighbours is one.
+        required: why a batch can't come without the argument; empty if it can, and then has no blocks.
+    """
+
+    argument: str
+    types: tuple[int, ...] = (1,)
+    setting: tuple[str, object] | None = None
+    one_each: bool = False
+    required: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models.
 
@@ -228,10 +251,9 @@ class Family:
             in earlier releases; None if it is true for all releases.
         mask_window: the name of a config setting: a window that upstream applies only in its mask, in layers of sliding
             attention if the config lists ``layer_types``.
-        two_way_marks: an argument ``[B, S]`` whose non-zero entries mark tokens that attend in both directions (of
-            images, or of a prompt), or None.
-        two_way_if: a setting of the text model's config, and the value with which the marks are read; None if they are
-            always read.
+        blocks: how a batch marks blocks of tokens that see each other in both directions (prompts), or None. Those of
+            images are marked for the composite (:mod:`fastpack.families.composites`).
+        two_way: how attention modules without a fast forward use the blocks of a batch; None if they are causal.
         unshifted: the class name of a head whose own loss compares a token's logits with the label in the same place,
             not the next one (mostly decoders of encoder-decoders); empty for none.
         row_arguments: the names of arguments about rows, which a patched model refuses: arguments of shape ``[B]``,
@@ -264,8 +286,8 @@ class Family:
     unmasked: bool = False
     since: tuple[tuple[int, int], str] | None = None
     mask_window: str | None = None
-    two_way_marks: str | None = None
-    two_way_if: tuple[str, object] | None = None
+    blocks: BlockSpec | None = None
+    two_way: TwoWay | None = None
     unshifted: str = ""
     row_arguments: tuple[str, ...] = ()
     disabled_caches: tuple[str, ...] = ()
@@ -284,6 +306,11 @@ class Family:
         if self.mixers:
             return "re-padded mixer"
         return "fast" if self.fast.keys() >= set(self.attention) else "varlen"
+
+    @property
+    def uses_blocks(self) -> bool:
+        """True if some attention modules use the blocks of a batch."""
+        return any(getattr(spec, "two_way", None) is not None for spec in (self, *self.fast.values()))
 
     @property
     def needs_packing_context(self) -> bool:

@@ -25,7 +25,7 @@ from fastpack.families.shared_specs import (
     OLMO2_NORM,
     named,
 )
-from fastpack.families.spec import Family
+from fastpack.families.spec import BlockSpec, Family
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
     Family(
@@ -142,6 +142,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "Molmo2TextModel",
         ("Molmo2Attention",),
         package="molmo2",
+        two_way="whole",
         fast=named("Molmo2", **LLAMA_PARTS),
     ),
     Family(
@@ -202,8 +203,8 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         ("HrmTextAttention",),
         drops_packing=True,
         uncounted=True,
-        two_way_marks="token_type_ids",
-        two_way_if=("prefix_lm", True),
+        blocks=BlockSpec("token_type_ids", setting=("prefix_lm", True), one_each=True),
+        two_way="whole",
     ),
     Family("moshi", "MoshiModel", ("MoshiAttention",), drops_packing=True),
     Family(

@@ -124,9 +124,9 @@ def attend_heads(
 
 def two_way_of(module: Any, spec: Spec | None) -> TwoWay | None:
     """Return how an attention module uses a batch's blocks, or None if it is causal in any batch."""
-    if isinstance(spec, SharedAttentionSpec):
-        return None if module.sliding_window is None else spec.two_way
-    return spec.two_way if isinstance(spec, AttentionSpec) else None
+    if isinstance(spec, SharedAttentionSpec) and spec.two_way_if and getattr(module, spec.two_way_if) is None:
+        return None
+    return spec.two_way if isinstance(spec, (AttentionSpec, SharedAttentionSpec)) else None
 
 
 def drop(module: nn.Module, name: str | None, x: Tensor) -> Tensor:

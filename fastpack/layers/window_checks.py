@@ -89,12 +89,13 @@ class WindowMismatch:
     mend: str
 
 
-def misplaced(backbone: Any, specs: Mapping[int, MixingSpec]) -> Iterator[WindowMismatch]:
+def misplaced(backbone: Any, specs: Mapping[int, MixingSpec], composite: Any = None) -> Iterator[WindowMismatch]:
     """Yield a mismatch for each layer whose window is not the window that its place and the config require.
 
     Args:
         backbone: the decoder.
         specs: the spec of each module that mixes tokens, by the module's ``id``.
+        composite: the module that makes the masks of its text model, the backbone, or None.
     """
     for name, module in backbone.named_modules(remove_duplicate=False):
         if id(module) not in specs:
@@ -102,7 +103,10 @@ def misplaced(backbone: Any, specs: Mapping[int, MixingSpec]) -> Iterator[Window
         owner, place = _placed(backbone, name)
         if place is None or not _masks_by_place(owner):
             continue
-        mismatches = (_mismatch(config, name, module, specs[id(module)], place) for config in _configs(backbone, owner))
+        mismatches = (
+            _mismatch(config, name, module, specs[id(module)], place)
+            for config in _configs(composite or backbone, owner)
+        )
         yield from itertools.islice(filter(None, mismatches), 1)
 
 
@@ -111,11 +115,20 @@ def _masks_by_place(owner: nn.Module) -> bool:
     return mentions(owner, "layer_types") or mentions(owner, "layers_block_type")
 
 
-def _configs(backbone: Any, owner: Any) -> list[Any]:
+def mask_maker(composite: Any) -> Any:
+    """Return a composite whose own forward makes the masks of its text model; else None."""
+    makes = composite is not None and any(mentions(composite, name) for name in _MASK_FUNCTIONS)
+    return composite if makes else None
+
+
+_MASK_FUNCTIONS = ("create_causal_mask", "create_masks_for_generate")
+
+
+def _configs(outer: Any, owner: Any) -> list[Any]:
     """Return the configs from which the stock model makes masks: the layer owner's, and that of a wrapper, if any."""
     own = owner.config
-    outer = own if owner is backbone else backbone.config.get_text_config(decoder=True)
-    return [own] if outer is own else [own, outer]
+    wrapper = own if owner is outer else outer.config.get_text_config(decoder=True)
+    return [own] if wrapper is own else [own, wrapper]
 
 
 def _mismatch(config: ConfigLike, name: str, module: nn.Module, spec: MixingSpec, place: int) -> WindowMismatch | None:
@@ -153,9 +166,9 @@ def specs_of(backbone: nn.Module) -> dict[int, MixingSpec]:
 _MIXING_SPECS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
 
 
-def refuse_misplaced(backbone: nn.Module, specs: Mapping[int, MixingSpec]) -> None:
-    """Raise if layers' windows differ from the stock model's masks."""
-    mismatches = list(misplaced(backbone, specs))
+def refuse_misplaced(backbone: nn.Module, specs: Mapping[int, MixingSpec], composite: Any = None) -> None:
+    """Raise if layers' windows differ from the stock model's masks; arguments are those of :func:`misplaced`."""
+    mismatches = list(misplaced(backbone, specs, composite))
     if mismatches:
         first, more = mismatches[0], f" (and {len(mismatches) - 1} more)" if mismatches[1:] else ""
         raise PatchError(
@@ -170,28 +183,30 @@ class LayerOrder:
 
     Attributes:
         owner: the module that holds the list ``layers``.
+        composite: the module that makes the masks of its text model, the backbone, or None.
         checked: the layers in order; and for each config, the layers' types and the window size.
     """
 
     owner: nn.Module
+    composite: Any
     checked: _Layout
 
     @classmethod
-    def of(cls, backbone: nn.Module) -> LayerOrder | None:
+    def of(cls, backbone: nn.Module, composite: Any = None) -> LayerOrder | None:
         """Return the order of the layers if the stock model chooses their masks by place, else None."""
         owners = (m for m in backbone.modules() if "layers" in m._modules and _masks_by_place(m))
         owner = next(owners, None)
-        return None if owner is None else cls(owner, _layout(backbone, owner))
+        return None if owner is None else cls(owner, composite, _layout(composite or backbone, owner))
 
     def check(self, backbone: nn.Module) -> None:
         """Raise if layers were moved or their config changed, so that windows differ from the config.
 
         It never waits for the device. While nothing has changed, it compares each layer's identity and type.
         """
-        now = _layout(backbone, self.owner)
+        now = _layout(self.composite or backbone, self.owner)
         if now == self.checked:
             return
-        mismatch = next(misplaced(backbone, specs_of(backbone)), None)
+        mismatch = next(misplaced(backbone, specs_of(backbone), self.composite), None)
         if mismatch is not None:
             raise PatchError(
                 f"layers were moved, or their config changed, after the patch: {mismatch.what}. Call unpatch(model), "
@@ -203,12 +218,12 @@ class LayerOrder:
 _Layout = tuple[list[nn.Module | None], list[tuple[tuple[str, ...], int | None]]]
 
 
-def _layout(backbone: nn.Module, owner: nn.Module) -> _Layout:
+def _layout(outer: nn.Module, owner: nn.Module) -> _Layout:
     module_list = owner._modules.get("layers")
     layers = [] if module_list is None else list(module_list._modules.values())
     settings = [
         (tuple(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None))
-        for config in _configs(backbone, owner)
+        for config in _configs(outer, owner)
     ]
     return layers, settings
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from fastpack.errors import PatchError
 from fastpack.families.spec import Family
 from fastpack.layers.read_projection import refuse_row_adapters
+from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import (
     refuse_packed_stock,
     refuse_positions,
     refuse_uncovered,
+    refuse_unused_blocks,
     refuse_windows,
     takes_stock_path,
 )
@@ -89,6 +91,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     refuse_uncovered(backbone, family, arguments)
     refuse_adapters(backbone, (), arguments)
     arguments.pop("logits_to_keep", None)  # some backbones drop tokens by it
+    if entered is not None:
+        arguments["attention_mask"] = None  # what the composite made of the mask that was read where it was entered
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -96,6 +100,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         watch.check(backbone)
     axes = position_axes(backbone.config)
     packed = pack(arguments, packing, axes=axes, prefixes=sharing is not None)
+    packed = with_blocks(backbone, family.blocks, arguments, packed)
+    refuse_unused_blocks(backbone, family, packed)
     refuse_positions(backbone, family, arguments, packed)
     refuse_windows(watch.window, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)

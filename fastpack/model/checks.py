@@ -141,27 +141,20 @@ def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str
             raise UnsupportedModelError(
                 f"{', '.join(refused)} came with the batch: {why} train this model unpatched (fastpack.unpatch(model))."
             )
-    _refuse_two_ways(backbone, family, arguments)
 
 
-def _refuse_two_ways(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
-    """Raise if the batch marks tokens that attend in both directions. If there are marks, the host waits for them."""
-    marks = None if family.two_way_marks is None else arguments.get(family.two_way_marks)
-    if marks is None:
-        return
-    if family.two_way_if is not None:
-        setting, value = family.two_way_if
-        if getattr(backbone.config.get_text_config(decoder=True), setting, None) != value:
-            return
-    error = (
-        f"{family.two_way_marks} came with numbers other than 0: they mark tokens that attend in both directions (of "
-        "images, or of a prompt), and only causal attention is covered. Leave it out, set all its numbers to 0, or "
-        "train the model unpatched (fastpack.unpatch(model))."
-    )
-    if torch.compiler.is_compiling():  # reading the value would break the graph
-        torch._assert_async(~marks.any(), error)
-    elif bool(marks.any()):
-        raise UnsupportedModelError(error)
+def refuse_unused_blocks(backbone: nn.Module, family: Family, packed: PackedSeqLens) -> None:
+    """Raise if a batch has blocks of tokens that see each other in both directions, but this family is causal.
+
+    Raises:
+        UnsupportedModelError: no layer would use the blocks.
+    """
+    if packed.two_way is not None and not family.uses_blocks:
+        raise UnsupportedModelError(
+            f"the batch has blocks of tokens that see each other in both directions (images, or a prompt), and the "
+            f"layers of {type(backbone).__name__} are causal when patched. Send it without blocks, or train this model "
+            "unpatched (fastpack.unpatch(model))."
+        )
 
 
 def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:

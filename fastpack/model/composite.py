@@ -20,6 +20,7 @@ from fastpack.errors import PackingError, UnsupportedModelError
 from fastpack.families.composites import CompositeSpec
 from fastpack.layers.hf_attention import naming_interface
 from fastpack.model.backbone import pack, refuse_adapters
+from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import MEDIA, refuse_packed_stock, takes_stock_path
 from fastpack.model.model_runtime import ModelRuntime
 from fastpack.model.position_axes import position_axes
@@ -81,6 +82,7 @@ def entered(
     refuse_inputs(composite, spec, arguments)
     packed = pack(arguments, packing, axes=position_axes(composite.config), prefixes=runtime.sharing is not None)
     refuse_lost_positions(composite, arguments, packed)
+    packed = with_blocks(composite, spec.blocks, arguments, packed)
     arguments["attention_mask"] = row_mask(arguments.get("attention_mask"), packed)
     if "use_cache" in parameters(type(composite).forward):
         arguments["use_cache"] = False

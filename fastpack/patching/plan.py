@@ -32,7 +32,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.runtime import Runtime
-from fastpack.layers.window_checks import LayerOrder, MixingSpec, narrowest_window, refuse_misplaced
+from fastpack.layers.window_checks import LayerOrder, MixingSpec, mask_maker, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
 from fastpack.model.composite import composite_forward
@@ -56,6 +56,7 @@ from fastpack.patching.recognise import (
     with_mask_window,
 )
 from fastpack.patching.report import PatchReport
+from fastpack.patching.support import refuse_two_ways
 from fastpack.patching.token_mixers import Mixing
 from fastpack.utils.classes import mentions, shadowed
 from fastpack.utils.protocols import HeadLike
@@ -139,7 +140,8 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     runtime = _make_runtime(recognised, options, mixing_specs, parts.composite)
     around, skipped = _plan_model(parts, recognised, runtime, options)
     attentions = [module for module, name in own.items() if name in family.attention]
-    refuse_misplaced(backbone, mixing_specs)
+    refuse_misplaced(backbone, mixing_specs, mask_maker(parts.composite))
+    refuse_two_ways(parts, own, attentions, specs)
     inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
     skipped += _replaced_norms_and_mlps(recognised)
     tables = _plan_alibi(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
@@ -152,7 +154,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
         backbone,
         runtime,
         replacements,
-        {module: two_way_of(module, family.fast.get(own[module])) for module in through_interface},
+        {module: two_way_of(module, family.fast.get(own[module])) or family.two_way for module in through_interface},
         _plan_hook(parts, runtime, around),
         Mixing(backbone, tuple(_mixing_modules(recognised, replacements, through_interface))),
         replace(report, skipped=tuple(dict.fromkeys(recognised.skipped + skipped))),
@@ -196,7 +198,7 @@ def _make_runtime(
     return ModelRuntime(
         layers=Runtime(options.attention, options.kernels, context),
         user_changes=UserChanges(
-            order=LayerOrder.of(backbone),
+            order=LayerOrder.of(backbone, mask_maker(composite)),
             attention=recognised.attends_by,
             window=narrowest_window(backbone, mixing_specs),
         ),
@@ -267,11 +269,6 @@ def _plan_module(module: nn.Module, recognised: Recognised, runtime: Runtime) ->
     forward = next((forward for kind, forward in FAST if isinstance(spec, kind)), None)
     if spec is None or forward is None or _is_replaced(module, spec, recognised):
         return planned
-    if forward is attention_forward and getattr(module, "is_causal", True) is False:
-        raise PatchError(
-            f"a {own} was set to attend in both directions (is_causal=False); only causal attention is covered. "
-            "Train it unpatched, or set it to True. Nothing was changed."
-        )
     # a layer with accelerate's hooks keeps its forward, and calls its own modules, each of which is fast
     hooked_layer = forward is decoder_forward and hasattr(module, "_hf_hook")
     norm_without_weight = forward is norm_forward and getattr(module, "weight", None) is None

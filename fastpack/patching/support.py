@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from packaging.version import Version
+from torch import nn
 
-from fastpack.errors import UnsupportedModelError
+from fastpack.errors import PatchError, UnsupportedModelError
+from fastpack.families.composites import composite_spec
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import family_of
-from fastpack.families.spec import Family
+from fastpack.families.spec import Family, Spec
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.unwrap import Parts
 from fastpack.utils.protocols import ModelLike
@@ -41,9 +44,16 @@ def covered_family(parts: Parts) -> Family:
                 f"{setting}. Nothing was changed."
             )
     text = config.get_text_config(decoder=True)  # a composite config holds a text config
-    # "vision" means attention over images, which a patched model refuses
+    blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    if blocks is not None and not family.uses_blocks:
+        raise UnsupportedModelError(
+            f"{name} can't be patched: its {blocks.argument} mark tokens that see each other in both directions, and "
+            f"the layers of {type(backbone).__name__} are causal when patched. Train it unpatched. Nothing was changed."
+        )
+    # "vision" means blocks of images
     set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
     bidirectional = any(value not in (False, None, "vision") for value in set_to)
+    bidirectional = bidirectional and not marks_both_ways(parts)
     if not family.repadded and (bidirectional or getattr(text, "is_causal", True) is False):
         raise UnsupportedModelError(
             f"{name} is set to attend in both directions (its config has use_bidirectional_attention, or is_causal="
@@ -62,6 +72,36 @@ def covered_family(parts: Parts) -> Family:
     if any(getattr(config, name, None) for name in family.repadded_if):
         return replace(family, attention=(), mixers={}, repadded=True)
     return family
+
+
+def marks_both_ways(parts: Parts) -> bool:
+    """Return whether a model is set to attend in both directions, but its batches must say which tokens do."""
+    blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    return blocks is not None and bool(blocks.required)
+
+
+def refuse_two_ways(
+    parts: Parts, own: Mapping[nn.Module, str], attentions: Iterable[nn.Module], specs: Mapping[str, Spec]
+) -> None:
+    """Raise if an attention module attends in both directions, unless its composite's batches say where it does.
+
+    Args:
+        parts: the model's parts.
+        own: each module's class name.
+        attentions: the attention modules of the backbone.
+        specs: the specs of the classes with fast forwards; other classes are checked when they attend.
+
+    Raises:
+        PatchError: the message names the class.
+    """
+    if marks_both_ways(parts):
+        return
+    for module in attentions:
+        if own[module] in specs and getattr(module, "is_causal", True) is False:
+            raise PatchError(
+                f"a {own[module]} was set to attend in both directions (is_causal=False); only causal attention is "
+                "covered. Train it unpatched, or set it to True. Nothing was changed."
+            )
 
 
 def too_old(family: Family) -> str | None:

@@ -27,7 +27,7 @@ NUMBERS = (
     [4] * 11,
 )
 LENGTHS = [len(numbers) for numbers in NUMBERS]
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "gemma4_text")
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text")
 
 
 def seen(model_type: str, numbers: list[int], kind: str) -> Tensor:
@@ -39,7 +39,11 @@ def seen(model_type: str, numbers: list[int], kind: str) -> Tensor:
     if kind == "full_attention":
         return causal if model_type == "gemma4_text" else causal | block
     in_window = distance < WINDOW
-    return (causal & in_window) | block if model_type == "gemma2" else (causal | block) & in_window
+    return (
+        (causal & in_window) | block
+        if model_type in ("gemma2", "gemma4_unified_text")
+        else (causal | block) & in_window
+    )
 
 
 def stock_masks(model_type: str, numbers: list[int]) -> Any:

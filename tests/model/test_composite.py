@@ -136,9 +136,3 @@ def test_generation_runs_stock() -> None:
     tokens = model.generate(**row, max_new_tokens=4, do_sample=False)
     fastpack.patch(model)
     assert torch.equal(model.generate(**row, max_new_tokens=4, do_sample=False), tokens)
-
-
-def test_a_prefix_that_attends_in_both_directions_is_refused() -> None:
-    model = build_image_text("paligemma")
-    with pytest.raises(fastpack.UnsupportedModelError, match="both directions"):
-        fastpack.patch(model)(**samples(model, 0)[0])
