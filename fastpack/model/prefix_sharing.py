@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
+from fastpack.model.checks import MEDIA
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import ModelLike
@@ -106,6 +107,8 @@ class PrefixSharing:
             return "there is one sequence"
         if packed.two_way is not None:
             return "tokens of images see later ones, so that equal beginnings may differ"
+        if any(arguments.get(name) is not None for name in MEDIA):
+            return "images came with the batch, and may differ between equal ids"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():
             if name not in _HARMLESS and isinstance(value, Tensor) and columns in value.shape:
