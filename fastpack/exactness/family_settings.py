@@ -186,8 +186,8 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
     "glm5_next_text": layers(
         LINEAR,
-        "indexed_attention",
-        "indexed_attention",
+        FULL,
+        FULL,
         LINEAR,
         indexer_types=["full", "full", "shared", "full"],
         mlp_layer_types=["dense", "sparse", "dense", "sparse"],
