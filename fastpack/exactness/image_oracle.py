@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.expert_choices import Choices, choosers_of, recorded, replayed
+from fastpack.exactness.image_settings import PREFIX_TYPES
 from fastpack.exactness.image_text import Row, batch_of, flat_of, samples
 from fastpack.exactness.oracle import LEAKS, checkpointed, finer_copy, run_batches
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare
@@ -36,6 +37,8 @@ def without_boundaries(model: Any, rows: Sequence[Row]) -> dict[str, Any]:
     tokens = batch["input_ids"].shape[1]
     text, *axes = _axes(batch["position_ids"])
     places = torch.arange(tokens).view_as(text)
+    if model.config.model_type in PREFIX_TYPES:  # a sequence has one prefix
+        batch["token_type_ids"][:, batch["packed_seq_lens"][0] :] = 1
     return {**batch, "position_ids": _joined([places, *axes]), "packed_seq_lens": [tokens]}
 
 

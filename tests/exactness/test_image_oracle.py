@@ -18,7 +18,7 @@ from fastpack.model.unwrap import find_parts
 
 MAIN = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "llava", "internvl", "mistral3", "glm4v"),
-    *("glm4v_moe", "lfm2_vl", "smolvlm", "idefics3"),
+    *("glm4v_moe", "lfm2_vl", "smolvlm", "idefics3", "gemma3", "gemma4", "paligemma"),
 )
 
 
