@@ -30,6 +30,7 @@ from fastpack.model.checks import (
 from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.model_runtime import ModelRuntime
 from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
+from fastpack.model.per_token import PER_TOKEN, kept_arguments
 from fastpack.model.position_axes import position_axes, rotary_positions
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
@@ -37,22 +38,6 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import accepted, bind, shape_of, source_of, wants_tuple
-
-PER_TOKEN = (
-    "token_type_ids",
-    "mm_token_type_ids",
-    "task_type_ids",
-    "input_shape_ids",
-    "input_pronunciation_ids",
-    "langs",
-    "ple_input_ids",
-    "per_layer_inputs",
-    "visual_pos_masks",
-    "vision_mask",
-    "moe_mm_token_type_ids",
-    "image_embeds_position_mask",
-)
-"""The other arguments of shape ``[B, S, ...]``, which are un-padded with the tokens."""
 
 
 def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
@@ -104,14 +89,15 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     refuse_unused_blocks(backbone, family, packed)
     refuse_positions(backbone, family, arguments, packed)
     refuse_windows(watch.window, packed)
-    run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
+    run = packed if sharing is None else sharing.serve(backbone, arguments, packed, entered)
     shared = run.shared
     ids, embeddings = _embedded(backbone, arguments, packed)
-    if shared is not None:
-        assert ids is not None
-        ids = shared.keep_ids(ids)
     as_tuple = wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
+    if shared is not None:
+        ids = None if ids is None else shared.keep_ids(ids)
+        embeddings = None if embeddings is None else shared.keep(embeddings)
+        arguments.update(kept_arguments(arguments, shared))
     arguments.update(
         input_ids=ids,
         inputs_embeds=embeddings,

@@ -23,7 +23,7 @@ from fastpack.model.backbone import pack, refuse_adapters
 from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import MEDIA, refuse_packed_stock, takes_stock_path
 from fastpack.model.model_runtime import ModelRuntime
-from fastpack.model.position_axes import position_axes, positions_by_row
+from fastpack.model.position_axes import position_axes
 from fastpack.packing.handover import EnteredBatch
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -84,13 +84,17 @@ def entered(
     refuse_lost_positions(composite, arguments, packed)
     packed = with_blocks(composite, spec.blocks, arguments, packed)
     arguments["attention_mask"] = row_mask(arguments.get("attention_mask"), packed)
-    if spec.counts_images and arguments.get("position_ids") is None:
-        arguments["position_ids"] = positions_by_row(composite, arguments)
     if "use_cache" in parameters(type(composite).forward):
         arguments["use_cache"] = False
     without_masks = nullcontext() if torch.compiler.is_compiling() else masks_off(composite, runtime.layers.attention)
-    with handover.entering(EnteredBatch(packed)), without_masks:
+    with handover.entering(EnteredBatch(packed, own_ids(arguments))), without_masks:
         yield
+
+
+def own_ids(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Return the ids of a batch whose embeddings the composite makes itself, of inputs that don't train; else None."""
+    trains = any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
+    return None if trains or arguments.get("inputs_embeds") is not None else arguments.get("input_ids")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from fastpack.errors import PackingError
 from fastpack.families.composites import composite_spec
 from fastpack.families.spec import HeadSpec
-from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
+from fastpack.model.backbone import adds_noise, pack, refuse_adapters
 from fastpack.model.checks import (
     refuse_packed_prompts,
     refuse_packed_stock,
@@ -40,6 +40,7 @@ from fastpack.model.loss import (
 )
 from fastpack.model.model_runtime import ModelRuntime, runtime_of
 from fastpack.model.outputs import repad_outputs
+from fastpack.model.per_token import PER_TOKEN
 from fastpack.model.position_axes import position_axes
 from fastpack.model.unwrap import find_parts, patched_backbone
 from fastpack.packing.inputs import take_packing

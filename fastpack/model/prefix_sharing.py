@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
-from fastpack.model.checks import MEDIA
+from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, token_fingerprints
+from fastpack.packing.handover import EnteredBatch
+from fastpack.packing.prefixes import Prefixes, common_prefixes
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import ModelLike
@@ -36,6 +38,8 @@ _HARMLESS = (
     "labels",
 )
 """The per-token arguments that don't prevent sharing: the patch replaces them, or no backbone reads them."""
+_COMPARED = ("inputs_embeds", *PER_TOKEN, PER_VISUAL_TOKEN)
+"""The arguments that don't prevent sharing in a composite, which makes them of ids and images: they are compared."""
 
 
 @dataclass
@@ -48,6 +52,8 @@ class SharingStats:
         tokens: the number of real tokens of all batches.
         saved: the number of these tokens that were not computed.
         whole: the number of forwards that shared nothing, by reason.
+        images: the number of images of batches with equal images.
+        images_saved: the number of these images that did not go through the tower.
     """
 
     batches: int = 0
@@ -55,6 +61,8 @@ class SharingStats:
     tokens: int = 0
     saved: int = 0
     whole: Counter[str] = field(default_factory=Counter)
+    images: int = 0
+    images_saved: int = 0
 
 
 @dataclass(eq=False)
@@ -66,31 +74,50 @@ class PrefixSharing:
     Attributes:
         least_saved: the share of tokens that sharing must save, from 0 to 1.
         stats: the counts for the report.
+        knows_features: whether the layout of a composite's image features is known, as far as batches have shown.
     """
 
     least_saved: float = LEAST_SAVED
     stats: SharingStats = field(default_factory=SharingStats)
+    knows_features: bool = True
     _probabilities: dict[type, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings alone."""
         return PrefixSharing, (self.least_saved,)
 
-    def serve(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> PackedSeqLens:
+    def serve(
+        self,
+        backbone: ModelLike,
+        arguments: Mapping[str, Any],
+        packed: PackedSeqLens,
+        entered: EnteredBatch | None = None,
+    ) -> PackedSeqLens:
         """Return ``packed`` with its prefixes shared, or unchanged if sharing is not exact or does not pay.
 
+        In a composite, equal ids may stand for different images, and positions of several axes may differ between equal
+        ids. Then tokens are the same if all that the text model gets for them is equal: embeddings, positions of every
+        axis and features of images.
+
         The host waits for the device once if prefixes were not found with the lengths, that is, if a collator made
-        ``packed_seq_lens`` without ids.
+        ``packed_seq_lens`` without ids; and once more to compare what equal ids stand for.
 
         Args:
             backbone: the backbone.
             arguments: the backbone's arguments, before they are un-padded.
             packed: the batch's packing.
+            entered: the batch of the composite around the backbone, or None.
         """
-        reason = self._why_not(backbone, arguments, packed)
+        of_composite = None if entered is None else entered.ids
+        positions = arguments.get("position_ids")
+        compares = of_composite is not None or (positions is not None and positions.ndim == 3)
+        reason = self._why_not(backbone, arguments, packed, compared=() if of_composite is None else _COMPARED)
         if reason is None:
-            prefixes = packed.prefixes_in(packed.unpad(arguments["input_ids"]))
-            if prefixes.saved < max(1, self.least_saved * packed.real_tokens):
+            ids = arguments["input_ids"] if of_composite is None else of_composite
+            prefixes = packed.prefixes_in(packed.unpad(ids))
+            if compares and self._pays(prefixes, packed):
+                prefixes = common_prefixes(packed.lengths, token_fingerprints(arguments, packed).cpu())
+            if not self._pays(prefixes, packed):
                 reason = f"less than {100 * self.least_saved:.3g}% of the tokens repeat a prefix of another sequence"
         self.stats.batches += 1
         self.stats.tokens += 0 if packed.padding.is_empty else packed.real_tokens
@@ -101,17 +128,27 @@ class PrefixSharing:
         self.stats.saved += prefixes.saved
         return packed.share(prefixes)
 
-    def _why_not(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
-        """Return why this batch can't share prefixes, or None."""
+    def shares_images(self, composite: ModelLike) -> bool:
+        """Return whether equal images of a batch have equal features."""
+        return self.knows_features and next(self._random(composite), None) is None
+
+    def _pays(self, prefixes: Prefixes, packed: PackedSeqLens) -> bool:
+        """Return whether these prefixes save enough tokens."""
+        return prefixes.saved >= max(1, self.least_saved * packed.real_tokens)
+
+    def _why_not(
+        self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens, compared: Sequence[str]
+    ) -> str | None:
+        """Return why this batch can't share prefixes, or None; ``compared`` arguments are no reason."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         if packed.two_way is not None:
             return "tokens of images see later ones, so that equal beginnings may differ"
-        if any(arguments.get(name) is not None for name in MEDIA):
-            return "images came with the batch, and may differ between equal ids"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():
-            if name not in _HARMLESS and isinstance(value, Tensor) and columns in value.shape:
+            several = isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
+            per_token = isinstance(value, Tensor) and columns in value.shape
+            if name not in (*_HARMLESS, *compared) and (per_token or several):
                 return f"{name} came with the batch, and may differ between equal ids"
         random = next(self._random(backbone), None)
         return None if random is None else f"{random} is random, and differs between copies of a token"
@@ -147,6 +184,8 @@ class PrefixSharing:
         if stats.batches:
             batches = counted(stats.batches, "batch", "es")
             parts = [f"shared in {stats.shared} of {batches}, {stats.saved:,} of {stats.tokens:,} tokens saved"]
+        if stats.images:
+            parts.append(f"{stats.images_saved:,} of {stats.images:,} images repeat others")
         parts += [f"nothing shared in {count}: {why}" for why, count in stats.whole.most_common()]
         return f"prefixes: {'; '.join(parts)}"
 

@@ -39,6 +39,16 @@ class Copies:
     several: tuple[tuple[Tensor, Tensor], ...]
 
 
+def copies_of(source: Tensor, first: Tensor) -> Copies:
+    """Return the map for :attr:`Copies.source` and :attr:`Copies.first`, on the host."""
+    counts = source.bincount(minlength=len(first))
+    members = source.argsort(stable=True)
+    begins = counts.cumsum(0) - counts
+    by_count = [(counts == count).nonzero()[:, 0] for count in counts.unique().tolist() if count > 1]
+    several = [(rows, members[begins[rows][:, None] + torch.arange(int(counts[rows[0]]))]) for rows in by_count]
+    return Copies(source, first, tuple(several))
+
+
 def spread(x: Tensor, copies: Copies, *, only_first: bool = False) -> Tensor:
     """Copy each unique row to all of its copies.
 

@@ -18,9 +18,12 @@ class EnteredBatch:
 
     Attributes:
         packed: the batch's packing; None if the stock forward runs.
+        ids: the composite's ``input_ids [B, S]``, from which, with images, it makes the embeddings of its text model;
+            None if these may come from elsewhere, or inputs train.
     """
 
     packed: PackedSeqLens | None
+    ids: Tensor | None = None
 
 
 class Handover(threading.local):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
-from fastpack.ops.shared_rows import Copies
+from fastpack.ops.shared_rows import Copies, copies_of, first_copies
 from fastpack.utils.tensors import map_tensors, send
 
 _OTHER_IDS = (
@@ -59,12 +59,7 @@ class Prefixes:
         is_first = kept == own
         first = is_first.nonzero()[:, 0]
         source = (is_first.cumsum(0) - 1)[kept]
-        counts = source.bincount(minlength=len(first))
-        members = source.argsort(stable=True)
-        begins = counts.cumsum(0) - counts
-        by_count = [(counts == count).nonzero()[:, 0] for count in counts.unique().tolist() if count > 1]
-        several = [(rows, members[begins[rows][:, None] + torch.arange(int(counts[rows[0]]))]) for rows in by_count]
-        return map_tensors(Copies(source, first, tuple(several)), lambda x: send(x, device))
+        return map_tensors(copies_of(source, first), lambda x: send(x, device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +78,10 @@ class SharedTokens:
     def total_tokens(self) -> int:
         """U, the number of kept tokens."""
         return self.position_ids.shape[1]
+
+    def keep(self, x_1T: Tensor) -> Tensor:
+        """Return the entries of the kept tokens, ``[1, T, ...]`` to ``[1, U, ...]``."""
+        return first_copies(x_1T[0], self.copies)[None]
 
     def keep_ids(self, ids_1T: Tensor) -> Tensor:
         """Return the kept ids, int64 ``[1, U]``, after a check that all copies are equal.
@@ -113,14 +112,23 @@ def find_prefixes(lengths: Sequence[int], ids_T: Tensor, positions_T: Tensor | N
             sequence.
     """
     columns = [ids_T] if positions_T is None else [ids_T, positions_T]
-    table = torch.stack([column.to(torch.int32) for column in columns], 1)
-    size = 4 * len(columns)
-    data = table.numpy().tobytes()
+    return common_prefixes(lengths, torch.stack([column.to(torch.int32) for column in columns], 1))
+
+
+def common_prefixes(lengths: Sequence[int], keys: Tensor) -> Prefixes:
+    """Find the longest prefixes that sequences share, as :func:`find_prefixes`, by integers of any kind.
+
+    Args:
+        lengths: the tokens of each sequence.
+        keys: ``[T, ...]`` on the host; tokens are the same if all of their integers are.
+    """
+    data = keys.numpy().tobytes()
+    size = keys[0].numel() * keys.element_size()
     offsets = list(accumulate(lengths, initial=0))
     # sorting by bytes puts equal beginnings side by side; a key always ends with a whole token
-    keys = [data[size * start : size * end] for start, end in pairwise(offsets)]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    shared = [_common(keys[a], keys[b], size) for a, b in pairwise(order)]
+    rows = [data[size * start : size * end] for start, end in pairwise(offsets)]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    shared = [_common(rows[a], rows[b], size) for a, b in pairwise(order)]
     return Prefixes(tuple(order), (0, *shared))
 
 

@@ -42,8 +42,14 @@ def without_an_image_token(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_tokens_that_do_not_match_the_images(model_type: str) -> None:
-    model = fastpack.patch(build_image_text(model_type).train())
+    model = build_image_text(model_type).train()
     rows = samples(model)
+    try:
+        results(model, [without_an_image_token(model, batch_of(model, rows))])
+    except (ValueError, RuntimeError):
+        fastpack.patch(model)
+    else:
+        pytest.skip("this release of transformers drops features without a word")
     for batch in (batch_of(model, rows), flat_of(model, rows)):
         before = results(model, [batch])
         with pytest.raises((ValueError, RuntimeError), match=NO_MATCH):

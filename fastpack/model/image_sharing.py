@@ -1,0 +1,153 @@
+"""A composite's image features, computed once for equal images of a batch: GRPO's groups, or chosen and rejected rows.
+
+Features are repeated behind the tower and the projector, so that the gradients of all copies are summed there.
+
+Shape suffixes: I images, U different images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fastpack.model.model_runtime import ModelRuntime
+from fastpack.ops.shared_rows import Copies, copies_of, spread
+from fastpack.packing.fingerprints import fingerprints, joined
+from fastpack.utils.replacement import Replacement
+from fastpack.utils.signatures import parameters
+from fastpack.utils.tensors import map_tensors, send
+
+GET_IMAGE_FEATURES = "get_image_features"
+_PIXELS, _GRID = "pixel_values", "image_grid_thw"
+_FEATURES, _LAYERS = "pooler_output", "deepstack_features"
+"""The attributes of a result with features for the text model."""
+
+
+@dataclass(frozen=True, eq=False)
+class DifferentImages:
+    """The different images of a batch.
+
+    Attributes:
+        arguments: the arguments of ``get_image_features`` for the U different images alone.
+        copies: which of them each of the I images is a copy of.
+        order: the same as ints.
+    """
+
+    arguments: dict[str, Any]
+    copies: Copies
+    order: list[int]
+
+    @property
+    def count(self) -> int:
+        """U, the number of different images."""
+        return len(self.copies.first)
+
+
+def image_features(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
+    """Run a composite's ``get_image_features`` on each different image once, if the batch may share prefixes.
+
+    The result has features of all images. Its other values, such as hidden states of the tower, are those of the
+    different images. The host waits for the device once, to compare images.
+
+    Args:
+        patched: the replacement of the composite's method.
+        *args: positional arguments of the method.
+        **kwargs: its keywords.
+    """
+    composite, sharing, entered = patched.owner, patched.runtime.sharing, patched.runtime.handover.entered
+    if sharing is None or entered is None or entered.packed is None or entered.ids is None:
+        return patched.stock(*args, **kwargs)
+    if torch.compiler.is_compiling() or not sharing.shares_images(composite) or _mixes_images(composite):
+        return patched.stock(*args, **kwargs)
+    names = parameters(getattr(type(composite), GET_IMAGE_FEATURES))
+    different = different_images({**dict(zip(names, args, strict=False)), **kwargs})
+    if different is None:
+        return patched.stock(*args, **kwargs)
+    result = repeated(patched.stock(**different.arguments), different)
+    if result is None:
+        sharing.knows_features = False
+        return patched.stock(*args, **kwargs)
+    sharing.stats.images += len(different.order)
+    sharing.stats.images_saved += len(different.order) - different.count
+    return result
+
+
+def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
+    """Return the different images among these; None if all differ, or it is unknown which values are of which image.
+
+    Args:
+        arguments: the arguments of ``get_image_features`` by name. Either tensors have an entry for each image (or
+            each row of images), or patches of all images are behind each other, as many as ``image_grid_thw`` says.
+    """
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+    pixels, grid = tensors.get(_PIXELS), tensors.get(_GRID)
+    if pixels is None:
+        return None
+    if grid is not None:
+        if len(tensors) > 2:
+            return None
+        numbers = torch.cat([grid.flatten().long(), fingerprints(pixels).flatten()]).cpu()
+        sizes, prints = numbers[: grid.numel()].view(grid.shape), numbers[grid.numel() :].view(-1, 2)
+        counts = sizes.prod(-1).tolist()
+        if sum(counts) != len(pixels):
+            return None
+        keys = [
+            (*size, patches.numpy().tobytes())
+            for size, patches in zip(sizes.tolist(), prints.split(counts), strict=True)
+        ]
+    else:
+        if any(len(value) != len(pixels) for value in tensors.values()):
+            return None
+        counts = [1] * len(pixels)
+        keys = [(*each,) for each in joined([fingerprints(value) for value in tensors.values()]).tolist()]
+    number: dict[Any, int] = {}
+    order = [number.setdefault(key, len(number)) for key in keys]
+    if len(number) == len(order):
+        return None
+    first = [order.index(each) for each in range(len(number))]
+    starts = [*accumulate(counts, initial=0)]
+    rows = torch.cat([torch.arange(starts[image], starts[image + 1]) for image in first])
+    host = copies_of(torch.tensor(order), torch.tensor(first))
+    copies = map_tensors(host, lambda x: send(x, pixels.device))
+    kept = {name: value.index_select(0, copies.first) for name, value in tensors.items() if name != _PIXELS}
+    kept[_PIXELS] = pixels.index_select(0, send(rows, pixels.device))
+    return DifferentImages({**arguments, **kept}, copies, order)
+
+
+def repeated(result: Any, different: DifferentImages) -> Any:
+    """Return a result for different images with features of all images; None if the features are laid out otherwise."""
+    features, layers = getattr(result, _FEATURES, None), getattr(result, _LAYERS, None)
+    of_all = _repeated(features, different)
+    if of_all is None:
+        return None
+    if layers is not None:
+        sizes = [len(each) for each in features] if isinstance(features, list | tuple) else []
+        split = [
+            layer.split(sizes) if isinstance(layer, Tensor) and sum(sizes) == len(layer) else layer for layer in layers
+        ]
+        each_layer = [_repeated(layer, different) for layer in split]
+        if any(layer is None for layer in each_layer):
+            return None
+        pairs = zip(layers, each_layer, strict=True)
+        setattr(result, _LAYERS, [torch.cat(own) if isinstance(layer, Tensor) else own for layer, own in pairs])
+    setattr(result, _FEATURES, of_all)
+    return result
+
+
+def _repeated(features: Any, different: DifferentImages) -> Any:
+    """Return features of the different images for all images: one tensor ``[U, L, H]``, or one of each image."""
+    if isinstance(features, Tensor):
+        return spread(features, different.copies) if features.ndim > 2 and len(features) == different.count else None
+    if isinstance(features, list | tuple) and len(features) == different.count:
+        return type(features)(features[at] for at in different.order)
+    return None
+
+
+def _mixes_images(composite: nn.Module) -> bool:
+    """Return whether a module normalises images by others of the batch, so that a copy counts."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in composite.modules())
