@@ -443,7 +443,7 @@ def test_the_readme_counts_the_families() -> None:
     tiers = {row["model_type"]: row["tier"] for row in family_rows() if row["model_type"] in KNOWN}
     for name in {*KNOWN} & {*model_types()} - tiers.keys() - UNTRIED.keys():
         tiers[name] = fastpack.report(fastpack.patch(build_tiny(name))).tier
-    if len(tiers) < len(KNOWN) - len(UNTRIED):
+    if len(tiers) < len(KNOWN) - len(UNTRIED.keys() & {*KNOWN}):
         pytest.skip("this release of transformers lacks some of the names")
     for tier, number in Counter(tiers.values()).items():
         assert re.search(rf"^\| {tier} \|.*\| {number} \|$", readme, re.MULTILINE), (tier, number)
