@@ -24,6 +24,8 @@ from fastpack.utils.tensors import map_tensors, send
 
 GET_IMAGE_FEATURES = "get_image_features"
 _PIXELS, _GRID = "pixel_values", "image_grid_thw"
+_ONE_IMAGE = 4
+"""The dimensions of images ``[I, C, h, w]``; with one more, each entry is a row of images or tiles."""
 _FEATURES, _LAYERS = "pooler_output", "deepstack_features"
 """The attributes of a result with features for the text model."""
 
@@ -103,6 +105,8 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
     else:
         if any(len(value) != len(pixels) for value in tensors.values()):
             return None
+        if pixels.ndim > _ONE_IMAGE and bool((fingerprints(pixels.flatten(0, 1)) == 0).all(1).any()):
+            return None  # rows padded with images of zeros, which some models leave out before the tower
         counts = [1] * len(pixels)
         keys = [(*each,) for each in joined([fingerprints(value) for value in tensors.values()]).tolist()]
     number: dict[Any, int] = {}

@@ -71,8 +71,8 @@ def test_images_and_prompts_in_common_run_once(model_type: str) -> None:
     stats = sharing(model).stats
     assert (stats.batches, stats.shared) == (3, 3)
     assert stats.tokens - stats.saved == 3 * nodes
-    if layout_of(model).per_row:  # nine rows of images in a padded batch, two of them empty, and one row if flat
-        assert (stats.images, stats.images_saved) == (2 * 9, 2 * 5)
+    if layout_of(model).per_row:  # rows are padded with images of zeros, so that it is unknown whose features are whose
+        assert stats.images == 0
     else:
         assert (stats.images, stats.images_saved) == (3 * 9, 3 * 5)
 
