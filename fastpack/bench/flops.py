@@ -8,40 +8,75 @@ These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts 
   Sublinear Memory Cost", arXiv:1604.06174), except for matmuls that only its output needs: the last matmul of a gated
   MLP, and with LoRA the matmul with its B.
 
+For rows with images, the image tower is counted too, where each patch of an image sees all of its patches.
+
 DPO's reference adds a forward, without adapters. A prompt that a pair's sequences share is counted twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
 import torch
 
-from fastpack.bench.models import LORA_RANK, make_config, with_lora
+from fastpack.bench.images import Grid
+from fastpack.bench.models import LORA_RANK, auto_class, with_lora
 from fastpack.bench.settings import RunSettings
-from fastpack.trainers.metrics.flops import read_flops
+from fastpack.bench.shapes import make_config
+from fastpack.model.unwrap import find_parts
+from fastpack.trainers.metrics.flops import linear_flops, read_flops
+
+
+def tower_flops(model: Any, grids: Sequence[Grid]) -> int:
+    """Count the operations of a composite's image tower, forward and backward, with what trains now.
+
+    Args:
+        model: the composite's head, plain or wrapped by PEFT.
+        grids: the grid of every image; none for a model without a tower.
+    """
+    if not grids:
+        return 0
+    tower = find_parts(model).composite.visual
+    vision, patches = tower.config, [prod(grid) for grid in grids]
+    trains = any(parameter.requires_grad for parameter in tower.parameters())
+    embedding = sum(p.numel() * 2 * (1 + p.requires_grad) for p in tower.patch_embed.parameters() if p.ndim > 1)
+    blocks = linear_flops(tower.blocks, vision, input_grad=trains)
+    mergers = [tower.merger, *tower.deepstack_merger_list]
+    merged = sum(linear_flops(merger, vision, input_grad=trains) for merger in mergers)
+    scores = 4 * vision.hidden_size * vision.depth * (3 if trains else 1)
+    total = sum(patches)
+    tokens = total // vision.spatial_merge_size**2
+    return total * (embedding + blocks) + tokens * merged + scores * sum(count**2 for count in patches)
 
 
 def needed_flops(settings: RunSettings) -> int:
     """Count the operations that the timed steps need, for a dense decoder with gated MLPs."""
-    from transformers import AutoModelForCausalLM
-
-    config = make_config(settings.shape)
+    composite = make_config(settings.shape)
+    config = composite.get_text_config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model: Any = auto_class(settings.shape).from_config(composite)
     lengths = [length for batch in settings.timed_batches() for length in batch]
     tokens = sum(lengths)
     pairs = [sum(length * (length + 1) // 2 for length in lengths)]
     reference = read_flops(model.requires_grad_(False)).of(tokens, pairs)
     model = model.requires_grad_(True) if settings.mode == "full" else with_lora(model)
-    needed = read_flops(model).of(tokens, pairs)
-    forward = read_flops(model.requires_grad_(False)).of(tokens, pairs)
+    timed = slice(settings.warmup * settings.rows, None)
+    grids = settings.grids()[timed]
+    needed = read_flops(model).of(tokens, pairs) + tower_flops(model, grids)
+    forward = read_flops(model.requires_grad_(False)).of(tokens, pairs) + tower_flops(model, grids)
     head = 2 * config.hidden_size * config.vocab_size
-    predicted = tokens - len(lengths)
+    predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
     if settings.trainer == "dpo":
-        timed = settings.pair_lengths()[settings.warmup * settings.rows :]
-        predicted = sum(chosen + rejected for _, chosen, rejected in timed)
+        predicted = sum(chosen + rejected for _, chosen, rejected in settings.pair_lengths()[timed])
         needed += reference - head * (tokens - predicted)
     if settings.checkpointing:
         last = config.intermediate_size if settings.mode == "full" else config.intermediate_size + LORA_RANK
         needed += forward - tokens * (head + config.num_hidden_layers * 2 * config.hidden_size * last)
+        if grids:
+            vision = composite.vision_config
+            last = vision.intermediate_size + (0 if settings.mode == "full" else LORA_RANK)
+            needed -= sum(map(prod, grids)) * vision.depth * 2 * vision.hidden_size * last
     # the head's forward, the gradient of its input, and the gradient of its weight if the weight trains
     return needed - head * (3 if settings.mode == "full" else 2) * (tokens - predicted)

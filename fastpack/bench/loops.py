@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, TrainerCallback
 
+from fastpack.bench.images import ImageCollator, make_image_rows
 from fastpack.bench.lengths import Pair, make_rows
 from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import lora_config, patch
 from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunSettings
+from fastpack.bench.shapes import has_images, make_config
 from fastpack.data import with_packed_seq_lens
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
@@ -66,16 +69,18 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
     from trl.trainer.sft_trainer import SFTTrainer
 
     variant = settings.spec
-    rows = make_rows(settings.row_lengths(), model.config.vocab_size, settings.seed)
+    images: dict[str, Any] = {"remove_unused_columns": False} if has_images(settings.shape) else {}
     trainer = SFTTrainer(
         model,
         args=SFTConfig(
             **arguments,
+            **images,
             padding_free=variant.packed,
             use_liger_kernel=variant.liger,
             dataset_kwargs={"skip_prepare_dataset": True},
         ),
-        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        data_collator=image_collator(settings) if images else None,
+        train_dataset=Dataset.from_list(training_rows(settings)),
         processing_class=tokenizer_of_ids(),
     )
     if variant.fused:
@@ -85,6 +90,24 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
     if variant.collated:
         trainer.data_collator = with_packed_seq_lens(trainer.data_collator)
     return trainer
+
+
+def training_rows(settings: RunSettings) -> list[dict[str, Any]]:
+    """Return every row of a run: its ids and labels, and the grid of its image, if it has one."""
+    config = make_config(settings.shape)
+    if not has_images(settings.shape):
+        rows = make_rows(settings.row_lengths(), config.vocab_size, settings.seed)
+        return [{"input_ids": row, "labels": row} for row in rows]
+    end_of_text = min(config.image_token_id, config.vision_start_token_id, config.vision_end_token_id)
+    texts = make_rows(settings.text_lengths(), end_of_text, settings.seed)
+    return make_image_rows(texts, settings.grids(), config)
+
+
+def image_collator(settings: RunSettings) -> ImageCollator:
+    """Return the collator of rows with images, with pixels for the largest batch."""
+    patches = [math.prod(grid) for grid in settings.grids()]
+    largest = max(sum(patches[at : at + settings.rows]) for at in range(0, len(patches), settings.rows))
+    return ImageCollator(make_config(settings.shape), largest, settings.seed)
 
 
 def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
@@ -167,13 +190,16 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
         _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    pad = DataCollatorForLanguageModeling(tokenizer_of_ids(), mlm=False)
+    pad: Any = DataCollatorForLanguageModeling(tokenizer_of_ids(), mlm=False)
+    pad = image_collator(settings) if has_images(settings.shape) else pad
     collator: Callable[[Any], dict[str, Any]] = FLATTEN if variant.packed else pad
     if variant.collated:
         collator = with_packed_seq_lens(collator)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=device.type == "cuda")
-    rows = [{"input_ids": row} for row in make_rows(settings.row_lengths(), model.config.vocab_size, settings.seed)]
+    rows = training_rows(settings)
+    if not has_images(settings.shape):
+        rows = [{"input_ids": row["input_ids"]} for row in rows]  # the collators make labels, and can't pad any
     losses: list[torch.Tensor] = []
     norms: list[float] = []
     timer.mark()

@@ -7,85 +7,18 @@ from typing import Any
 import torch
 
 import fastpack
+from fastpack.bench import stock_varlen
 from fastpack.bench.settings import RunSettings
+from fastpack.bench.shapes import has_images, make_config
 
 LORA_RANK = 16
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 2048,
-    },
-    "llama1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-    "llama70b-2layers": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-    "qwen0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
-}
-"""Config arguments by name; ``tiny`` is for a CPU."""
 
+def auto_class(shape: str) -> Any:
+    """Return the auto class of transformers that builds a shape's model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-def make_config(shape: str) -> Any:
-    """Return the transformers config of a shape; its padding token is 0."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**SHAPES[shape], pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return AutoModelForImageTextToText if has_images(shape) else AutoModelForCausalLM
 
 
 def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
@@ -93,17 +26,15 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
 
     For ``DPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched as a whole.
     """
-    from transformers import AutoModelForCausalLM
-
     stock = backend = "sdpa"
     if settings.spec.varlen:
-        from fastpack.bench import stock_varlen
-
         stock, backend = stock_varlen.implementation()
     torch.manual_seed(settings.seed)
     config = make_config(settings.shape)
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype_of(device), attn_implementation=stock)
+        model: Any = auto_class(settings.shape).from_config(config, dtype=dtype_of(device), attn_implementation=stock)
+    if settings.spec.varlen:
+        stock_varlen.use_in_tower(model)
     if settings.mode == "qlora":
         model = quantised(model)
     if settings.trainer == "dpo":

@@ -6,7 +6,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fastpack.bench.images import Grid, make_grids, tokens_of
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
+from fastpack.bench.shapes import has_images, make_config
 from fastpack.bench.variants import VARIANTS, Variant
 
 COMPARED_STEPS = 5
@@ -54,12 +56,26 @@ class RunSettings:
         count = self.rows * self.total_steps
         return make_pair_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
 
+    def text_lengths(self) -> list[int]:
+        """Return the length of every row, in the order of :meth:`pair_lengths`; of its text, if it has an image."""
+        count = self.rows * self.total_steps
+        return make_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
+
+    def grids(self) -> list[Grid]:
+        """Return the grid of every row's image, in the order of :meth:`text_lengths`; none for a shape without one."""
+        if not has_images(self.shape):
+            return []
+        return make_grids(self.rows * self.total_steps, make_config(self.shape).vision_config, self.seed)
+
     def row_lengths(self) -> list[int]:
         """Return the length of every row, in the order of :meth:`pair_lengths`; a pair has two rows."""
         if self.trainer == "dpo":
             return sequences(self.pair_lengths())
-        count = self.rows * self.total_steps
-        return make_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
+        texts, grids = self.text_lengths(), self.grids()
+        if not grids:
+            return texts
+        vision = make_config(self.shape).vision_config
+        return [text + tokens_of(grid, vision) for text, grid in zip(texts, grids, strict=True)]
 
     def timed_batches(self) -> list[list[int]]:
         """Return the row lengths of each timed step."""

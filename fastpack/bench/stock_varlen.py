@@ -1,8 +1,9 @@
 """FlashAttention-2 for a stock transformers model: the best attention that a user could install today.
 
 If flash-attn is installed, this is transformers' own ``flash_attention_2``. Otherwise it is torch's copy of the kernel,
-registered at transformers' two extension points. It reads ``cu_seq_lens_q`` and ``max_length_q`` from TRL's collator,
-as flash-attn does, and so makes the host wait no more often.
+registered at transformers' two extension points. In flattened batches it reads ``cu_seq_lens_q`` and ``max_length_q``
+from TRL's collator, as flash-attn does, and so makes the host wait no more often. In padded batches each layer
+un-pads queries, keys and values by the mask, as flash-attn does too.
 
 Only the stock variants use it, in their own process; fastpack's backends are not involved.
 """
@@ -11,11 +12,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fastpack.backends.torch_varlen import grouped_heads
+from fastpack.model.unwrap import find_parts
 
-NAME = "bench_varlen"
+NAME, IN_TOWERS = "bench_varlen", "bench_flash_varlen"
+"""Image towers hand the boundaries of images to an implementation with "flash" in its name. Models can't be built with
+such a name, since transformers would look for a package."""
 
 
 def implementation() -> tuple[str, str]:
@@ -26,9 +32,17 @@ def implementation() -> tuple[str, str]:
 
     if is_flash_attn_2_available():
         return "flash_attention_2", "flash-attn 2"
-    AttentionInterface.register(NAME, varlen_forward)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    for name in (NAME, IN_TOWERS):
+        AttentionInterface.register(name, varlen_forward)
+        AttentionMaskInterface.register(name, flash_attention_mask)
     return NAME, "FA2 of torch"
+
+
+def use_in_tower(model: Any) -> None:
+    """Let the image tower of a composite attend by the implementation that the model was built with, if it has one."""
+    composite = find_parts(model).composite
+    if composite is not None and model.config._attn_implementation == NAME:
+        composite.visual.config._attn_implementation = IN_TOWERS
 
 
 def varlen_forward(
@@ -38,54 +52,66 @@ def varlen_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
-    max_length_q: int,
-    max_length_k: int,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
+    is_causal: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention over packed sequences, with the signature that transformers calls.
+    """Compute attention over packed or padded sequences, with the signature that transformers calls.
 
     Args:
         module: the attention module.
-        query: ``[1, H, T, D]``.
-        key: ``[1, K, T, D]``.
-        value: ``[1, K, T, D]``.
-        attention_mask: None.
-        cu_seq_lens_q: int32 ``[N + 1]``.
-        cu_seq_lens_k: int32 ``[N + 1]``.
-        max_length_q: the longest sequence.
+        query: ``[B, H, S, D]``; B is 1 if boundaries are given.
+        key: ``[B, K, S, D]``.
+        value: ``[B, K, S, D]``.
+        attention_mask: ``[B, S]``, 1 for real tokens; or None.
+        cu_seq_lens_q: int32 ``[N + 1]``; None for a padded batch.
+        cu_seq_lens_k: the same.
+        max_length_q: the longest sequence; None for a padded batch.
         max_length_k: the same.
         scaling: the factor on the scores, or None for ``D ** -0.5``.
         sliding_window: the window, or None.
         dropout: 0.
+        is_causal: whether a token sees no later ones.
         **kwargs: further keywords of transformers, which are ignored.
 
     Returns:
-        The output ``[1, T, H, D]``, and None for the attention weights.
+        The output ``[B, S, H, D]``, with zeros at padding, and None for the attention weights.
 
     Raises:
-        ValueError: there is dropout, which the kernel lacks, or the batch is padded.
+        ValueError: there is dropout, which the kernel lacks.
     """
     from torch.nn.attention import varlen
 
-    if dropout or attention_mask is not None:
-        raise ValueError("The benchmark's varlen attention takes flattened batches, without dropout or a mask.")
-    q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
+    if dropout:
+        raise ValueError("The benchmark's varlen attention has no dropout.")
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    rows, columns = query.shape[0], query.shape[2]
+    real = None
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+        mask = query.new_ones(rows, columns) if attention_mask is None else attention_mask
+        lengths = mask.sum(1, dtype=torch.int32)
+        cu_seq_lens_q = cu_seq_lens_k = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        max_length_q = max_length_k = int(lengths.max())
+        real = mask.flatten().nonzero()[:, 0]
+        tokens = [x.index_select(0, real) for x in tokens]
     kernel: Any = varlen.varlen_attn
+    ahead = 0 if is_causal else -1
     out = kernel(
-        q,
-        k,
-        v,
+        *tokens,
         cu_seq_lens_q,
         cu_seq_lens_k,
         max_length_q,
         max_length_k,
         scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **grouped_heads(q.shape[1] != k.shape[1]),
+        window_size=(-1 if sliding_window is None else sliding_window - 1, ahead),
+        **grouped_heads(query.shape[1] != key.shape[1]),
     )
-    return out.unsqueeze(0), None
+    if real is not None:
+        out = out.new_zeros(rows * columns, *out.shape[1:]).index_copy(0, real, out)
+    return out.unflatten(0, (rows, columns)), None

@@ -20,6 +20,7 @@ class Variant:
         fused: the trainer's loss is fused with the head: ``patch(trainer, loss="fused")``.
         shared: the prompt that a pair's sequences share runs once.
         trainers: the trainers that the variant works with. DPO's trainer always pads.
+        images: whether the variant trains on rows with images, which TRL always pads, and whether on rows without.
     """
 
     what: str
@@ -31,6 +32,7 @@ class Variant:
     fused: bool = False
     shared: bool = False
     trainers: tuple[str, ...] = ("sft",)
+    images: tuple[bool, ...] = (False,)
 
     def unavailable(self, on_gpu: bool, graphs: str | None = None) -> str | None:
         """Return why the variant can't run on this machine or with graphs, or None if it can."""
@@ -44,13 +46,19 @@ class Variant:
 
 
 TRAINERS = ("sft", "dpo")
+BOTH = (False, True)
 
 VARIANTS = {
-    "stock padded": Variant("padded batches, transformers' sdpa attention", trainers=TRAINERS),
+    "stock padded": Variant("padded batches, transformers' sdpa attention", trainers=TRAINERS, images=BOTH),
+    "stock padded + FA2": Variant(
+        "padded batches of images, FlashAttention-2's varlen kernel, un-padded at each layer's attention",
+        varlen=True,
+        images=(True,),
+    ),
     "stock padding_free": Variant("flattened batches, transformers' sdpa attention", packed=True),
     "stock + FA2": Variant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
     "stock + FA2 + Liger": Variant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
-    "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS),
+    "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS, images=BOTH),
     "fastpack, prompts shared": Variant(
         "the same, but each prompt runs once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
     ),

@@ -13,9 +13,10 @@ import torch
 
 from fastpack.attention_dispatch import AttentionShape, Visibility, choose
 from fastpack.bench.lengths import make_lengths
-from fastpack.bench.models import SHAPES, dtype_of, make_config
+from fastpack.bench.models import dtype_of
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import RunSettings
+from fastpack.bench.shapes import SHAPES, has_images, make_config
 from fastpack.bench.variants import TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
@@ -113,7 +114,12 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
             without checkpointing, graphs or offloading on a CPU, or a plain loop for DPO.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
+    shape: str = args.shape or ("llama8b" if on_gpu else "tiny")
     for wrong, why in (
+        (
+            dpo and has_images(shape),
+            f"--shape {shape} trains on images, and is for --trainer sft. Leave --trainer out, or pass another shape.",
+        ),
         (dpo and plain, "--loop plain is for --trainer sft: only TRL's DPOTrainer has the DPO loss."),
         (
             args.loss and not plain,
@@ -130,8 +136,8 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
     ):
         if wrong:
             raise UsageError(why)
-    defaults = {
-        "shape": "llama8b" if on_gpu else "tiny",
+    defaults: dict[str, Any] = {
+        "shape": shape,
         "rows": 4 if dpo else 16,
         "warmup": 5 if args.graphs else 3,
         "lengths": "chat" if dpo else "alpaca",
@@ -149,7 +155,7 @@ def check(settings: RunSettings, *, on_gpu: bool) -> None:
         BackendUnavailableError: the attention backend does not exist, or can't serve here.
     """
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
-    config = make_config(settings.shape)
+    config = make_config(settings.shape).get_text_config()
     device = torch.device("cuda" if on_gpu else "cpu")
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -173,19 +179,27 @@ def check_lengths(kind: str, read: Callable[[], object]) -> None:
 
 
 def choose_variants(
-    only: list[str] | None, *, on_gpu: bool, trainer: str = "sft", graphs: str | None = None
+    only: list[str] | None,
+    *,
+    on_gpu: bool,
+    trainer: str = "sft",
+    graphs: str | None = None,
+    images: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the variants to run, and the reasons why this trainer's other variants are left out.
+    """Return the variants to run, and the reasons why this trainer's other variants on the same data are left out.
 
     Raises:
         UsageError: a variant named in ``only`` can't run here.
     """
-    ways = {name: variant for name, variant in VARIANTS.items() if trainer in variant.trainers}
+    ways = {name: each for name, each in VARIANTS.items() if trainer in each.trainers and images in each.images}
     reasons = {name: variant.unavailable(on_gpu, graphs) for name, variant in ways.items()}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():
         if name not in ways:
-            raise UsageError(f"--only {name!r}: not a variant of --trainer {trainer}, which has {', '.join(ways)}.")
+            data = " on images" if images else ""
+            raise UsageError(
+                f"--only {name!r}: not a variant of --trainer {trainer}{data}, which has {', '.join(ways)}."
+            )
         if name in left_out:
             raise UsageError(f"--only {name!r}: it {left_out[name]}.")
     return (only, {}) if only else ([name for name in ways if name not in left_out], left_out)
@@ -225,7 +239,9 @@ def _train(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from fastpack.bench.table import print_outcome
 
     settings = make_settings(args, on_gpu=on_gpu)
-    names, left_out = choose_variants(args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs)
+    names, left_out = choose_variants(
+        args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs, images=has_images(settings.shape)
+    )
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)

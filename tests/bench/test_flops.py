@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from fastpack.bench.flops import needed_flops
-from fastpack.bench.models import SHAPES, make_config
+from fastpack.bench.flops import needed_flops, tower_flops
+from fastpack.bench.models import with_lora
 from fastpack.bench.settings import RunSettings
+from fastpack.bench.shapes import SHAPES, make_config
+from fastpack.model.unwrap import find_parts
 
 HIDDEN, INNER, LAYERS, VOCABULARY, RANK = 8, 20, 3, 50, 16
 # q 8 x 8, k and v 8 x 4, o 8 x 8, gate and up 8 x 20, down 20 x 8: 64 + 32 + 32 + 64 + 3 x 160
@@ -85,10 +88,6 @@ def test_llama8b_is_what_is_known() -> None:
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch counts the products that a stock step runs: ours without attention, the head on every token."""
-    from transformers import AutoModelForCausalLM
-
-    from fastpack.bench.models import with_lora
-
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "num_hidden_layers": 2})
     model: Any = AutoModelForCausalLM.from_config(make_config("tiny"), attn_implementation="sdpa").train()
     if mode == "lora":
@@ -108,4 +107,27 @@ def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: 
         needed -= 2 * 24 * 3 * (256 * 256 + 16 * 256)  # gradients of the first layer's input
     if mode == "lora" and checkpointing:
         needed += 2 * (2 * 24 * 688 * 256)  # PEFT computes down_proj's product before what is kept of it
+    assert counted == needed
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_an_image_tower_against_what_torch_counts(mode: Any) -> None:
+    """Torch counts the products of a tower's forward and backward on two images: ours without attention."""
+    grids = [(4, 6), (2, 4)]
+    model: Any = AutoModelForImageTextToText.from_config(make_config("tiny-vl"), attn_implementation="sdpa").train()
+    if mode == "lora":
+        model = with_lora(model)
+    tower = find_parts(model).composite.visual
+    pixels = torch.randn(sum(h * w for h, w in grids), 3 * 2 * 16 * 16)
+    with FlopCounterMode(display=False) as counter:
+        out = tower(pixels, grid_thw=torch.tensor([[1, h, w] for h, w in grids]), return_dict=True)
+        (out.pooler_output.sum() + sum(each.sum() for each in out.deepstack_features)).backward()
+    counted = sum(
+        n
+        for op, n in counter.get_flop_counts()["Global"].items()
+        if str(op) in ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten.convolution_backward")
+    )
+    needed = tower_flops(model, grids) - 3 * 4 * 32 * 2 * (24**2 + 8**2)
+    if mode == "lora":
+        needed -= 2 * 32 * (32 * 96 + 16 * 32)  # gradients of the first block's input
     assert counted == needed

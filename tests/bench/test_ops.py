@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import time_calls
-from fastpack.bench.models import make_config
 from fastpack.bench.ops import runner
 from fastpack.bench.ops.case import LIGER, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.runner import CASES, OpResult, run_case
+from fastpack.bench.shapes import make_config
 from fastpack.cli.main import main
 
 LLAMA_8B = make_config("llama8b")

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import TrainerState
 
 from fastpack import cli as commands
 from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, variant_run
-from fastpack.bench.models import SHAPES
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunResult, RunSettings
-from fastpack.bench.variants import VARIANTS
+from fastpack.bench.shapes import SHAPES
 from fastpack.cli.main import main
 
 trains_on_cpu = pytest.mark.skipif(
@@ -199,7 +199,7 @@ def test_quantised_as_a_checkpoint_is(tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from fastpack.bench.models import make_config
+    from fastpack.bench.shapes import make_config
 
     torch.manual_seed(0)
     ours = AutoModelForCausalLM.from_config(make_config("tiny"))
@@ -229,34 +229,59 @@ def test_quantised_as_a_checkpoint_is(tmp_path: Path) -> None:
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
-def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through transformers' own extension points, with a stand-in for the kernel, which needs a GPU."""
-    from fastpack.attention_dispatch import AttentionCall, attend
-    from fastpack.packing.seqlens import PackedSeqLens
-
-    calls: list[int] = []
+@pytest.fixture
+def varlen_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """A stand-in for the kernel, which needs a GPU: the longest sequence of each call, and whether it is causal."""
+    calls: list[tuple[int, bool]] = []
 
     def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **kwargs: Any) -> Any:
         assert torch.equal(cu_q, cu_k)
         assert max_q == max_k == int(cu_q.diff().max())
-        assert kwargs["window_size"] == (-1, 0)
-        calls.append(max_q)
-        packed = PackedSeqLens.from_lengths(cu_q.diff().tolist())
-        return attend(AttentionCall(q, k, v, packed, scale=kwargs["scale"]), "reference")
+        causal = {(-1, 0): True, (-1, -1): False}[kwargs["window_size"]]
+        calls.append((max_q, causal))
+        sequences = [x.transpose(0, 1)[None].tensor_split(cu_q.tolist()[1:-1], 2) for x in (q, k, v)]
+        outs = [
+            scaled_dot_product_attention(*each, is_causal=causal, scale=kwargs["scale"], enable_gqa=True)
+            for each in zip(*sequences, strict=True)
+        ]
+        return torch.cat(outs, 2)[0].transpose(0, 1)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
+    return calls
+
+
+def test_the_stock_varlen_attention_is_the_stock_model(varlen_calls: list[tuple[int, bool]]) -> None:
+    """Through transformers' own extension points."""
     results = train(SMALL, "stock padding_free", "stock + FA2")
     assert compare(results, half=False).agree
-    assert len(calls) == 4 * 2  # steps and layers
+    assert [causal for _, causal in varlen_calls] == [True] * (4 * 2)  # steps and layers
     assert results[1].backend.startswith(("FA2", "flash"))
 
 
-def test_padded_batches_are_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: False)
-    monkeypatch.setitem(VARIANTS, "stock + FA2", replace(VARIANTS["stock + FA2"], packed=False))
-    with pytest.raises((TypeError, ValueError), match=r"flattened|cu_seq_lens_q"):
-        train(SMALL, "stock + FA2")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("loop", ["plain", pytest.param("trl", marks=trains_on_cpu)])
+def test_rows_with_images(loop: str, varlen_calls: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastpack.bench.images.SIDES", (32, 200))
+    settings = replace(SMALL, shape="tiny-vl", mode="lora", loop=loop)
+    results = train(settings, "stock padded", "stock padded + FA2", "fastpack")
+    verdict = compare(results, half=False)
+    assert verdict.agree, str(verdict)
+    assert {causal for _, causal in varlen_calls} == {True, False}, "the image tower's attention is not causal"
+    texts = settings.text_lengths()[settings.warmup * settings.rows :]
+    assert all(sum(row.tokens) > sum(texts) and row.slots > sum(row.tokens) for row in results)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer", "dpo"], "trains on images, and is for --trainer sft"),
+        (["--only", "fastpack packed"], "not a variant of --trainer sft on images, which has stock padded, stock"),
+    ],
+)
+def test_what_images_exclude(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--shape", "tiny-vl", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_boundaries_are_those_of_trl() -> None:

@@ -15,7 +15,7 @@ from tiny import FAST, tiny_model
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
-from fastpack.bench.models import SHAPES
+from fastpack.bench.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
-from fastpack.bench.models import make_config
 from fastpack.bench.ops import elementwise_cases, lora_cases, loss_attention_cases
 from fastpack.bench.ops.case import LIGER, PLAIN, SMALL, Case, Inputs, Maker, Run
 from fastpack.bench.settings import OUT_OF_MEMORY
+from fastpack.bench.shapes import make_config
 from fastpack.utils.console import headed, room_for, without_empty
 
 CASES = {case.name: case for module in (elementwise_cases, loss_attention_cases, lora_cases) for case in module.CASES}

@@ -68,16 +68,16 @@ def read_flops(model: nn.Module) -> ModelFlops:
         raise UnsupportedModelError(f"there is no formula for everything that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())
-    per_token = _linear(backbone, config, input_grad=trains, leave=layers)
+    per_token = linear_flops(backbone, config, input_grad=trains, leave=layers)
     per_pair = Counter[int | None]()
     for at, layer in enumerate(layers):
         trains = trains or _trains(layer)
-        per_token += _linear(layer, config, input_grad=trains)
+        per_token += linear_flops(layer, config, input_grad=trains)
         for module in layer.modules():
             if stock_class(module).__name__ in family.attention:
                 per_pair[_window(module, config, at)] += _scores(module, config) * (3 if trains else 1)
     if parts.head is not None:
-        per_token += _linear(parts.head, config, input_grad=trains, leave=[backbone])
+        per_token += linear_flops(parts.head, config, input_grad=trains, leave=[backbone])
     return ModelFlops(per_token, dict(per_pair))
 
 
@@ -85,8 +85,18 @@ def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _linear(block: nn.Module, config: ConfigLike, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
-    """Return a token's operations in the linear layers of a block, without the modules in ``leave``."""
+def linear_flops(block: nn.Module, config: ConfigLike, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
+    """Return a token's operations in the linear layers of a block.
+
+    Args:
+        block: the module that holds the layers.
+        config: the config of the model.
+        input_grad: whether the gradient of the input is computed.
+        leave: the modules inside that are not counted.
+
+    Raises:
+        UnsupportedModelError: there is no formula for a parameter.
+    """
     return sum(2 * size * (1 + input_grad + trains) for size, trains in _weights(block, config, {*map(id, leave)}))
 
 

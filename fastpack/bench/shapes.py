@@ -1,0 +1,128 @@
+"""The shapes of the timed models: real sizes, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+    },
+    "llama1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama70b-2layers": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "qwen0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "tiny-vl": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 2047,
+        "vision_start_token_id": 2045,
+        "vision_end_token_id": 2046,
+        "text_config": {
+            "vocab_size": 2048,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "qwen3-vl-8b": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "text_config": {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {"out_hidden_size": 4096},
+    },
+}
+"""Config arguments by name; ``tiny`` and ``tiny-vl`` are for a CPU. Shapes with an image tower train on images."""
+
+
+def make_config(shape: str) -> Any:
+    """Return the transformers config of a shape; its padding token is 0."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**SHAPES[shape], pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def has_images(shape: str) -> bool:
+    """Return whether a shape is that of a vision-language model."""
+    return "vision_config" in SHAPES[shape]
