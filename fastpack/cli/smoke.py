@@ -25,14 +25,15 @@ from fastpack.cli import UsageError, require_file
 from fastpack.cli.flags import POSITIVE, make_parser
 from fastpack.errors import BackendUnavailableError
 from fastpack.exactness import tiny
-from fastpack.exactness.family_settings import HEADS, KV_HEADS, TRAITS
+from fastpack.exactness.family_settings import HEADS, KV_HEADS, NOT_BUILT, TRAITS
+from fastpack.exactness.image_settings import NOT_BUILT as IMAGES_NOT_BUILT
 from fastpack.exactness.image_text import image_text_types
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES, family_named
 from fastpack.families.spec import TIERS
 from fastpack.testing.processes import run
 from fastpack.testing.record import Record, Setting
-from fastpack.testing.worker import EACH, MODES, UNBUILT, USUAL, Task
+from fastpack.testing.worker import EACH, MODES, USUAL, Task
 from fastpack.utils.console import counted, headed, room_for, without_empty
 
 _MOST_USED = """
@@ -179,12 +180,12 @@ def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> 
     """
     here = list(dict.fromkeys([*tiny.model_types(), *image_text_types()]))
     most_used = (*MOST_USED, *MOST_USED_ON_IMAGES)
-    listed = {*FAMILIES, *REFUSED, *most_used, *UNBUILT, *TRAITS}
+    listed = {*FAMILIES, *REFUSED, *most_used, *NOT_BUILT, *IMAGES_NOT_BUILT, *TRAITS}
     if named:
         absent = [name for name in named if name not in here and name in listed]
         return [name for name in named if name not in absent], absent
     if tier is not None:
-        rows = {name: family_named(name) for name in here if name not in {*UNBUILT, *REFUSED}}
+        rows = {name: family_named(name) for name in here if name not in {*NOT_BUILT, *IMAGES_NOT_BUILT, *REFUSED}}
         return [name for name, row in rows.items() if row is not None and row.tier == tier], ()
     if everyone:
         return here, sorted(listed - {*here})

@@ -53,6 +53,9 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "top_k_experts": ACTIVE,
 }
 GEMMA4_UNIFIED: dict[str, Any] = {**MIXED, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+KOSMOS: dict[str, Any] = {"embed_dim": HIDDEN // 2, "layers": 4}
+"""Wider models have larger rounding errors in the gradients of key biases, which are 0; Kosmos-2 can't run in float64,
+to measure them."""
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,  # three attend in chunks with RoPE, one attends to all tokens without RoPE
     "interleave_moe_layer_step": 2,
@@ -92,6 +95,21 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "encoder_config": {"num_key_value_heads": HEADS},
         "decoder_config": {"num_key_value_heads": HEADS},
     },
+    "chameleon": {
+        "vocabulary_map": {
+            "<image>": VOCAB - 1,
+            **{f"IMGIMG{code}Z": VOCAB - 9 + i for i, code in enumerate("ABCDEFGH")},
+        },
+        "vq_config": {
+            "embed_dim": HEAD_DIM,
+            "num_embeddings": 8,
+            "latent_channels": 32,
+            "resolution": 16,
+            "base_channels": 32,  # its groups
+            "channel_multiplier": [1, 1, 1, 1],
+            "num_res_blocks": 1,
+        },
+    },
     "cpmant": {"init_std": 0.02, "prompt_length": 4, "prompt_types": 4, "segment_types": 4},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
@@ -109,6 +127,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": EAGER,
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 2},
     "got_ocr2": {"vision_config": {"image_size": 64, "mlp_dim": FFN, "output_channels": HEAD_DIM}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "jamba": {
@@ -118,6 +137,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "expert_layer_period": 3,
         "expert_layer_offset": 0,
     },
+    "kosmos_2_text_model": KOSMOS,
+    "kosmos_2_5_text_model": KOSMOS,
     "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
     "minimax_m3_vl_text": {"index_n_heads": KV_HEADS, "index_block_size": 2, "index_topk_blocks": 3},
     "moshi": ONE_CODEBOOK,
@@ -163,11 +184,23 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": GEMMA4_UNIFIED,
     "glm4v_text": MROPE,
     "glm4v_moe_text": {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
+    "glm5_next_text": layers(
+        LINEAR,
+        FULL,
+        FULL,
+        LINEAR,
+        indexer_types=["full", "full", "shared", "full"],
+        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+    ),
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
     "glm_ocr_text": MROPE,
     "granitemoehybrid": layers(LINEAR, FULL, LINEAR, FULL),
     "hunyuan_v1_dense": STATIC_NTK,
     "hunyuan_v1_moe": STATIC_NTK,
+    "hy_v4_vl_text": {
+        "indexer_types": ["full", "shared"],
+        "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]},
+    },
     "hunyuan_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}},
     "laguna": layers(
         FULL,
@@ -202,6 +235,14 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
             "partial_rotary_factor": ROPE_DIM / (HEAD_DIM + ROPE_DIM),
         },
         "first_k_dense_replace": 1,
+    },
+    "mistral_large4_text": {
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "layer_types": ["indexed_attention"] * 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 1],
     },
     "mixtral": {"sliding_window": WINDOW},
     "molmo2_text": {

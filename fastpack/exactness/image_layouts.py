@@ -7,7 +7,7 @@ first dimension that the processor concatenates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,17 @@ class Layout:
         per_row: Whether images are stacked in a dimension behind the rows, ``[B, N, ...]``. Rows are then padded with
             images of zeros; else images are concatenated along the first dimension.
         padding: The values that pad an input, by name, if not 0.
+        around: The names of the settings with the ids of the tokens before and after each image; empty for none.
+        masked: Whether each row has a mask, without which the model does not compute the positions of its images.
+        required: Whether each row needs an image, since the model can't run without.
     """
 
     image: Callable[[Any, Size, torch.Generator], Pixels]
     per_row: bool = False
     padding: Mapping[str, int] | None = None
+    around: tuple[str, str] = ("", "")
+    masked: bool = False
+    required: bool = False
 
 
 def square(config: Any, _: Size, generator: torch.Generator) -> Pixels:
@@ -59,10 +65,34 @@ def any_size(config: Any, size: Size, generator: torch.Generator) -> Pixels:
 def grid(config: Any, size: Size, generator: torch.Generator) -> Pixels:
     """Return an image's patches side by side: ``pixel_values [P, C t p p]``, ``image_grid_thw [1, 3]``."""
     vision = config.vision_config
-    height, width = (side * vision.spatial_merge_size for side in size)
-    wide = CHANNELS * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(height * width, wide, generator=generator)
+    height, width = (side * _merged(vision) for side in size)
+    frames = _first(vision, ("temporal_patch_size", "patch_temporal"), 1)
+    pixels = torch.randn(height * width, CHANNELS * frames * vision.patch_size**2, generator=generator)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def grid_of_squares(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image's patches side by side, as squares: ``pixel_values [P, C, p, p]``, ``image_grid_thw [1, 3]``."""
+    side = config.vision_config.patch_size
+    image = grid(config, size, generator)
+    return {**image, "pixel_values": image["pixel_values"].unflatten(1, (CHANNELS, side, side))}
+
+
+def grid_with_sizes(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return a :func:`grid` with the number of patches that are merged on each side, ``image_merge_sizes [1]``."""
+    merged = torch.tensor([_merged(config.vision_config)])
+    return {**grid(config, size, generator), "image_merge_sizes": merged}
+
+
+def _merged(vision: Any) -> int:
+    """Return how many patches on each side become one token."""
+    merged = _first(vision, ("spatial_merge_size", "merge_size", "merge_kernel_size"), 2)
+    return int(merged if isinstance(merged, int) else merged[0])
+
+
+def _first(config: Any, names: Sequence[str], default: Any) -> Any:
+    """Return the first of these settings that a config has."""
+    return next((getattr(config, name) for name in names if hasattr(config, name)), default)
 
 
 def spatial_shapes(config: Any, size: Size, generator: torch.Generator) -> Pixels:

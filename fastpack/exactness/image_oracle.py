@@ -7,14 +7,15 @@ text model is made to choose the experts that it chose for each row alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.expert_choices import Choices, choosers_of, recorded, replayed
+from fastpack.exactness.image_settings import PREFIX_TYPES
 from fastpack.exactness.image_text import Row, batch_of, flat_of, samples
 from fastpack.exactness.oracle import LEAKS, checkpointed, finer_copy, run_batches
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare
@@ -36,6 +37,8 @@ def without_boundaries(model: Any, rows: Sequence[Row]) -> dict[str, Any]:
     tokens = batch["input_ids"].shape[1]
     text, *axes = _axes(batch["position_ids"])
     places = torch.arange(tokens).view_as(text)
+    if model.config.model_type in PREFIX_TYPES:  # a sequence has one prefix
+        batch["token_type_ids"][:, batch["packed_seq_lens"][0] :] = 1
     return {**batch, "position_ids": _joined([places, *axes]), "packed_seq_lens": [tokens]}
 
 
@@ -56,6 +59,8 @@ class ImageOracle:
         bound: The largest error allowed.
         routers: The names of the classes that choose experts.
         choices: The experts chosen for each row alone, which batches are made to choose.
+        checkpointing: The kinds of checkpointing with which the stock model keeps its gradients. (Reentrant ones lose
+            those of some towers.)
     """
 
     rows: Sequence[Row]
@@ -63,6 +68,7 @@ class ImageOracle:
     bound: float
     routers: Sequence[str] = ()
     choices: Choices = ()
+    checkpointing: Collection[str] = ()
 
     @classmethod
     def of(
@@ -87,7 +93,8 @@ class ImageOracle:
                 own = compare(alone, _run_alone(wide, [_wide(row) for row in rows])).of_tensors
         except (RuntimeError, TypeError):  # some models raise for a dtype that their own forward does not expect
             own = 0.0
-        return cls(rows, alone, max(bound_of(own, torch.float32), least), routers, chosen())
+        oracle = cls(rows, alone, max(bound_of(own, torch.float32), least), routers, chosen())
+        return replace(oracle, checkpointing=[kind for kind in checkpointed(model) if oracle._is_kept(model)])
 
     def prove(self, model: Any) -> Verification:
         """Run a patched model in training mode on every kind of batch, with each kind of checkpointing, and controls.
@@ -96,7 +103,8 @@ class ImageOracle:
         """
         errors = {kind: self.error(model, make).of_tensors for kind, make in IMAGE_KINDS.items()}
         padded = IMAGE_KINDS["images, padded right"]
-        errors |= {f"images, {kind}": self.error(model, padded).of_tensors for kind in checkpointed(model)}
+        kinds = (kind for kind in checkpointed(model) if kind in self.checkpointing)
+        errors |= {f"images, {kind}": self.error(model, padded).of_tensors for kind in kinds}
         checks = [Check(kind, error, self.bound) for kind, error in errors.items()]
         controls = {"taken for one sequence": without_boundaries}
         if flat_of(model, self.rows)["position_ids"].ndim == 3:
@@ -107,6 +115,10 @@ class ImageOracle:
             for what, make in controls.items()
         ]
         return Verification.of(model, torch.float32, checks)
+
+    def _is_kept(self, stock: nn.Module) -> bool:
+        """Return whether a stock model gives the same results in its present state, with checkpointing."""
+        return compare(_run_alone(stock, self.rows), self.alone).of_tensors <= self.bound
 
     def error(self, model: Any, make: Make) -> Error:
         """Return the errors of a batch, made from the rows, against the rows alone."""

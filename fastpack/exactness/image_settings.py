@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastpack.exactness.family_settings import FFN, HIDDEN, ROPE
+from fastpack.exactness.family_settings import FFN, HIDDEN, ROPE, VOCAB
 from fastpack.exactness.image_layouts import (
     Layout,
     any_size,
     grid,
+    grid_of_squares,
+    grid_with_sizes,
     placed_patches,
     spatial_shapes,
     square,
@@ -39,28 +41,48 @@ PARTIAL: dict[str, Any] = {
 }
 GLM4V: dict[str, Any] = {"text_config": GLM_ROPE, "vision_config": {"intermediate_size": FFN}}
 QWEN2_5_TOWER: dict[str, Any] = {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}}
+GEMMA3: dict[str, Any] = {"mm_tokens_per_image": 4}
+FOUR_AXES: dict[str, Any] = {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}}
+OMNI: dict[str, Any] = {"text_config": MROPE, "vision_start_token_id": VOCAB - 11, "vision_end_token_id": VOCAB - 12}
+LLAMA4_TOWER: dict[str, Any] = {
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), HIDDEN),
+    "intermediate_size": 4 * HIDDEN,
+}
+TWO_KINDS: dict[str, Any] = {"layer_types": ["window_attention", "full_attention"]}
 NEEDS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3": {"mm_tokens_per_image": 4},
-    "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "blip-2": {"image_token_index": VOCAB - 1, "num_query_tokens": 4},
     "cosmos3_omni": {"text_config": MROPE, **DEEPSTACK},
     "exaone4_5": QWEN2_5_TOWER,
+    "gemma3": GEMMA3,
+    "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
     "glm46v": GLM4V,
     "glm4v": GLM4V,
     "glm4v_moe": GLM4V,
     "glm_ocr": GLM4V,
+    "glmga": GLM4V,
+    "hunyuan_vl": {"text_config": FOUR_AXES, "vision_config": {"text_hidden_size": HIDDEN, "max_image_size": 64}},
     "hyperclovax_vision_v2": QWEN2_5_TOWER,
     "idefics3": {"scale_factor": 2},
     "internvl": {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
+    "kimi_k25": {"vision_config": {"pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": HIDDEN},
     "lfm2_vl": {"projector_hidden_size": HIDDEN},
+    "llama4": {"vision_config": LLAMA4_TOWER},
     "llava": {"vision_feature_layer": -1},
+    "muse_glimmer": {"projector_hidden_size": HIDDEN, "out_hidden_size": 4 * HIDDEN, "vision_config": TWO_KINDS},
+    "paddleocr_vl": {"text_config": MROPE},
     "paligemma": {"projection_dim": HIDDEN, "hidden_size": HIDDEN},
+    "qwen2_5_omni_thinker": {**OMNI, **QWEN2_5_TOWER},
     "qwen2_5_vl": {"text_config": MROPE, **QWEN2_5_TOWER},
     "qwen2_vl": {"text_config": MROPE},
     "qwen3_5": {"text_config": PARTIAL},
     "qwen3_5_moe": {"text_config": PARTIAL},
+    "qwen3_omni_moe_thinker": {**OMNI, **DEEPSTACK},
     "qwen3_vl": {"text_config": MROPE, **DEEPSTACK},
     "qwen3_vl_moe": {"text_config": MROPE, **DEEPSTACK},
+    "shieldgemma2": GEMMA3,
     "smolvlm": {"scale_factor": 2},
+    "vipllava": {"vision_feature_layer": [-1, -2], "vision_feature_layers": [-1, -2]},
 }
 """Settings by model type that a tiny model needs beside :data:`VISION`."""
 
@@ -68,10 +90,14 @@ WITH: Mapping[str, tuple[str, ...]] = {"gemma4": ("vision_config",)}
 """Sub-configs by model type that the default config leaves out, image towers for example."""
 
 SQUARE, GRID, SIZED, TILES = Layout(square), Layout(grid), Layout(any_size), Layout(tile, per_row=True)
+BETWEEN = Layout(grid, around=("vision_start_token_id", "vision_end_token_id"), masked=True)
 LAYOUTS: Mapping[str, Layout] = {
+    "aria": SQUARE,
     "aya_vision": SQUARE,
+    "blip-2": Layout(square, required=True),
     "cohere2_vision": SQUARE,
     "cosmos3_omni": GRID,
+    "deepseek_vl": SQUARE,
     "exaone4_5": GRID,
     "gemma3": SQUARE,
     "gemma4": Layout(placed_patches, padding={"image_position_ids": -1}),
@@ -79,27 +105,42 @@ LAYOUTS: Mapping[str, Layout] = {
     "glm4v": GRID,
     "glm4v_moe": GRID,
     "glm_ocr": GRID,
+    "glmga": GRID,
     "got_ocr2": SQUARE,
+    "hunyuan_vl": GRID,
     "hyperclovax_vision_v2": GRID,
     "idefics2": TILES,
     "idefics3": TILES,
     "internvl": SQUARE,
+    "janus": SQUARE,
+    "kimi_k25": Layout(grid_of_squares),
     "lfm2_vl": Layout(spatial_shapes),
     "lfm3_vl": GRID,
     "lighton_ocr": SIZED,
+    "llama4": SQUARE,
     "llava": SQUARE,
+    "minimax_m3_vl": GRID,
     "mistral3": SIZED,
+    "muse_glimmer": GRID,
+    "ovis2": SQUARE,
+    "paddleocr_vl": Layout(grid_of_squares),
     "paligemma": SQUARE,
+    "pp_chart2table": SQUARE,
     "qianfan_ocr": SQUARE,
+    "qwen2_5_omni_thinker": BETWEEN,
     "qwen2_5_vl": GRID,
     "qwen2_vl": GRID,
     "qwen3_5": GRID,
     "qwen3_5_moe": GRID,
+    "qwen3_omni_moe_thinker": BETWEEN,
     "qwen3_vl": GRID,
     "qwen3_vl_moe": GRID,
     "qwen4_exp": GRID,
+    "shieldgemma2": SQUARE,
     "smolvlm": TILES,
+    "video_llama_3": Layout(grid_with_sizes),
     "video_llava": SQUARE,
+    "vipllava": SQUARE,
 }
 """The layout of each model type's images. Types without one can't be sampled yet."""
 
@@ -120,3 +161,8 @@ NOT_BUILT: Mapping[str, str] = {
     "vision-encoder-decoder": NO_DECODER,
 }
 """The types that can't be built tiny, or are no decoders, and why."""
+
+FAILS: Mapping[str, tuple[tuple[int, int], str]] = {
+    "llama4": ((5, 24), "its stock forward reads an attribute that its outputs lack"),
+}
+"""The types whose stock forward fails, with the first release of transformers where it does, and why."""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fastpack.exactness.family_settings import HEAD_DIM, TRAITS
 from fastpack.exactness.image_layouts import Layout, Pixels
-from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, VISION, WITH
+from fastpack.exactness.image_settings import FAILS, LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, VISION, WITH
 from fastpack.exactness.tiny import build, build_tiny, model_types, plain_tokens, small_copy
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ ROWS: Sequence[Sequence[Piece]] = (
 several and with none, and images that are the first or the last of a row."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 PER_TOKEN = ("input_ids", *TOKEN_TYPES)
+MASK = "attention_mask"
 AFTER_IMAGES = 2
 """The text tokens of a prefix behind its last image."""
 
@@ -46,6 +48,15 @@ def image_text_types() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def not_built(model_type: str) -> str | None:
+    """Return why a type can't be built tiny or run in this release of transformers, or is no decoder; else None."""
+    import transformers
+
+    release, why = FAILS.get(model_type, ((0, 0), None))
+    fails = why is not None and Version(transformers.__version__).release >= release
+    return f"{why}, in transformers {transformers.__version__}" if fails else NOT_BUILT.get(model_type)
 
 
 def image_text_class(model_type: str) -> Any:
@@ -67,8 +78,8 @@ def image_text_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides:
         ValueError: the type can't be built, or is no decoder; the message says why.
     """
     config_class = image_text_class(model_type).config_class
-    if model_type in NOT_BUILT:
-        raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
+    if (why := not_built(model_type)) is not None:
+        raise ValueError(f"{model_type} can't be built: {why}")
     config = config_class(**{name: {} for name in WITH.get(model_type, ())})
     row = _merged(_tower_settings(config), _merged(TRAITS.get(model_type, {}), NEEDS.get(model_type, {})))
     return small_copy(config, row, overrides, head_dim)
@@ -113,7 +124,7 @@ def samples(model: Any, seed: int = 0, rows: Sequence[Sequence[Piece]] = ROWS) -
     Args:
         model: A model of :func:`build_image_text`.
         seed: The seed of ids and pixels.
-        rows: The pieces of each row.
+        rows: The pieces of each row. Rows without images are left out if the model needs them.
 
     Raises:
         ValueError: the model's type has no layout of images.
@@ -125,6 +136,7 @@ def samples(model: Any, seed: int = 0, rows: Sequence[Sequence[Piece]] = ROWS) -
             return plain_tokens(1, piece, seed=seed)
         return layout.image(model.config, piece, generator)
 
+    rows = [row for row in rows if not layout.required or any(isinstance(piece, tuple) for piece in row)]
     first = seed * len(rows)
     return [
         row_of(model, [part(piece, len(pieces) * (first + at) + i) for i, piece in enumerate(pieces)])
@@ -141,13 +153,17 @@ def row_of(model: Any, parts: Sequence[Tensor | Pixels]) -> Row:
     """
     layout = layout_of(model)
     images = [part for part in parts if not isinstance(part, Tensor)]
-    ids = [
-        part if isinstance(part, Tensor) else torch.full((1, _tokens_of(model, part)), _image_token(model.config))
-        for part in parts
-    ]
+    before, after = ([getattr(model.config, name)] if name else [] for name in layout.around)
+
+    def ids_of(image: Pixels) -> Tensor:
+        return torch.tensor([[*before, *[_image_token(model.config)] * _tokens_of(model, image), *after]])
+
+    ids = [part if isinstance(part, Tensor) else ids_of(part) for part in parts]
     row = {"input_ids": torch.cat(ids, dim=1)}
     types = _token_types(model.config, row["input_ids"])
     row |= _named(type(model).forward, dict.fromkeys(TOKEN_TYPES, types))
+    if layout.masked:
+        row[MASK] = torch.ones_like(row["input_ids"])
     return row | _joined(layout, images, dim=1 if layout.per_row else 0)
 
 
@@ -169,7 +185,7 @@ def batch_of(model: Any, rows: Sequence[Row], side: str = "right") -> dict[str, 
 
     batch = {name: torch.cat([padded(row[name]) for row in rows]) for name in PER_TOKEN if name in rows[0]}
     mask = torch.cat([padded(torch.ones_like(row["input_ids"])) for row in rows])
-    return {**batch, "attention_mask": mask, **_pixels_of(layout_of(model), rows, dim=0)}
+    return {**batch, MASK: mask, **_pixels_of(layout_of(model), rows, dim=0)}
 
 
 def flat_of(model: Any, rows: Sequence[Row]) -> dict[str, Any]:
@@ -193,7 +209,7 @@ def positions_of(model: Any, row: Row) -> Tensor:
     find = getattr(model.base_model, "get_rope_index", None)
     if find is None:
         return text
-    axes, _ = find(**_named(find, row))
+    axes, _ = find(**_named(find, {MASK: torch.ones_like(row["input_ids"]), **row}))
     return torch.cat([text[None], axes])
 
 
@@ -215,22 +231,25 @@ def _tokens_of(model: Any, image: Pixels) -> int:
     """Return how many tokens an image has."""
     device = next(model.parameters()).device
     image = {name: value.to(device) for name, value in image.items()}
+    # some heads lack the method, or some of its arguments
+    embed = getattr(model.base_model, "get_image_features", None) or model.get_image_features
     with torch.no_grad():
-        features = model.get_image_features(**image, **_features(model), return_dict=True)
-    pooled = features.pooler_output
+        features = embed(**image, **_features(model, embed), return_dict=True)
+    pooled = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     return sum(each.numel() // each.shape[-1] for each in (pooled if isinstance(pooled, (list, tuple)) else [pooled]))
 
 
-def _features(model: Any) -> dict[str, Any]:
+def _features(model: Any, embed: Callable[..., Any]) -> dict[str, Any]:
     """Return which features of the tower a model takes, as its forward hands them to ``get_image_features``."""
     names = ("vision_feature_layer", "vision_feature_select_strategy")
-    given = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
-    return _named(model.get_image_features, given)
+    configs = (model.config, model.config.vision_config)
+    given = {name: getattr(config, name) for config in reversed(configs) for name in names if hasattr(config, name)}
+    return _named(embed, given)
 
 
 def _pixels_of(layout: Layout, rows: Sequence[Row], dim: int) -> Pixels:
     """Return the pixel inputs of rows, joined along a dimension; none if no row has an image."""
-    parts = [{name: value for name, value in row.items() if name not in PER_TOKEN} for row in rows]
+    parts = [{name: value for name, value in row.items() if name not in (*PER_TOKEN, MASK)} for row in rows]
     having = next((part for part in parts if part), {})
     if layout.per_row and dim == 0:  # a row without images still has its place
         parts = [part or {name: value[:, :0] for name, value in having.items()} for part in parts]

@@ -23,12 +23,15 @@ class CompositeSpec:
         name: the class name of the module that calls the text model.
         refused_inputs: the arguments that a patched composite can't take, each with the reason.
         blocks: how a batch marks the tokens that see each other in both directions; None if all are causal.
+        counts_images: whether positions count the images of all rows, so that a row's depend on the rows before it.
+            Those of each row alone are computed instead.
     """
 
     model_type: str = ""
     name: str = ""
     refused_inputs: Mapping[str, str] = field(default_factory=dict)
     blocks: BlockSpec | None = None
+    counts_images: bool = False
 
     @property
     def module(self) -> str:
@@ -47,6 +50,7 @@ COMPOSITES: tuple[CompositeSpec, ...] = (
     CompositeSpec("gemma3", "Gemma3Model", blocks=BlockSpec("token_type_ids")),
     CompositeSpec("gemma4", "Gemma4Model", blocks=BlockSpec("mm_token_type_ids", (1, 2), _VISION)),
     CompositeSpec("gemma4_unified", "Gemma4UnifiedModel", blocks=BlockSpec("mm_token_type_ids", (1, 2), _VISION)),
+    CompositeSpec("hunyuan_vl", "HunYuanVLModel", counts_images=True),
     CompositeSpec(
         "mllama",
         "MllamaModel",

@@ -34,6 +34,7 @@ from fastpack.families.spec import Family, MixerSpec
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
+_TOP_KEYS = MixerSpec("added", carried="prev_topk_indices")
 _POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
 """For an embedding that counts positions itself, from the padding id on."""
 
@@ -109,6 +110,17 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "FalconMambaModel",
         mixers={"FalconMambaMixer": _STOCK},
         fast=named("FalconMamba", RMSNorm=LLAMA_NORM),
+    ),
+    Family(
+        "glm5_next_text",
+        "Glm5NextTextModel",
+        package="glm5_next",
+        mixers={
+            "Glm5NextTextAttention": MixerSpec("real", carried="prev_topk_indices"),
+            "Glm5NextTextLinearAttention": _KDA,
+        },
+        fast=named("Glm5NextText", **LLAMA_PARTS),
+        routers=("Glm5NextTextTopkRouter",),
     ),
     Family(
         "granitemoehybrid",
@@ -259,11 +271,19 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     Family(
         "glm_moe_dsa",
         "GlmMoeDsaModel",
-        mixers={"GlmMoeDsaAttention": MixerSpec("added", carried="prev_topk_indices")},
+        mixers={"GlmMoeDsaAttention": _TOP_KEYS},
         fast=named("GlmMoeDsa", **LLAMA_PARTS),
         since=((5, 11), "attends to later tokens if it gets no mask"),
     ),
-    Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": MixerSpec("added", carried="prev_topk_indices")}),
+    Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": _TOP_KEYS}),
+    Family(
+        "hy_v4_vl_text",
+        "HYV4VLTextModel",
+        package="hy_v4_vl",
+        mixers={"HYV4VLAttention": _TOP_KEYS},
+        fast=named("HYV4VL", **LLAMA_PARTS),
+        routers=("HYV4VLTopkRouter",),
+    ),
     Family(
         "doge",
         "DogeModel",
@@ -290,6 +310,15 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         package="minimax_m3_vl",
         mixers={"MiniMaxM3VLAttention": _MASKED},
         fast=named("MiniMaxM3VL", RMSNorm=GEMMA_NORM),
+    ),
+    Family(
+        "mistral_large4_text",
+        "MistralLarge4TextModel",
+        package="mistral_large4",
+        mixers={"MistralLarge4TextAttention": replace(_TOP_KEYS, shared="shared_kv_states")},
+        shares_states=True,
+        fast=named("MistralLarge4", RMSNorm=LLAMA_NORM, TextMLP=LLAMA_MLP),
+        routers=("MistralLarge4TextTopkRouter",),
     ),
     # attention of the family's own
     Family(
@@ -343,6 +372,23 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     _bart("pegasus", "Pegasus", "SinusoidalPositionalEmbedding"),
     _bart("plbart", "PLBart"),
     _bart("whisper", "Whisper", "PositionalEmbedding"),
+    Family(
+        "kosmos_2_text_model",
+        "Kosmos2TextTransformer",
+        ("KosmosTextAttention",),
+        package="kosmos2",
+        mixers={"Kosmos2TextSinusoidalPositionalEmbedding": _POSITIONS},
+        masks_by="_prepare_decoder_attention_mask",
+        media=("image_embeds",),
+    ),
+    Family(
+        "kosmos_2_5_text_model",
+        "Kosmos2_5TextTransformer",
+        ("Kosmos2_5TextAttention",),
+        package="kosmos2_5",
+        mixers={"Kosmos2_5TextSinusoidalPositionalEmbedding": _POSITIONS},
+        media=("image_embeds",),
+    ),
     _roberta("camembert", "Camembert"),
     _roberta("data2vec-text", "Data2VecText", package="data2vec", file="data2vec_text"),
     _roberta("roberta", "Roberta"),

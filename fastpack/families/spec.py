@@ -172,7 +172,8 @@ class MixerSpec:
     """A module that mixes tokens across boundaries: it runs on one row for each sequence, padded on the right.
 
     Attributes:
-        mask: the mask that it gets: floats ``added`` to the scores, bools of ``seen`` or of ``hidden`` keys, or None.
+        mask: the mask that it gets: floats ``added`` to the scores, bools of ``seen`` or of ``hidden`` keys, bools
+            ``[n, L]`` of ``real`` tokens, or None.
         window, chunk: the name of an attribute (dotted for an attribute of the config) that holds the window, or the
             size of a chunk, if only the mask applies it. If the config lists ``layer_types``, only layers of
             ``sliding_attention`` or ``chunked_attention`` have it, unless ``in_every_layer``.
@@ -185,11 +186,12 @@ class MixerSpec:
         states: the number of cache states that the module returns after its result; they are dropped.
         carried: the name of the argument that passes the last of this module's results to the next module of its kind:
             the picked keys, as indices in a row.
+        shared: the name of the argument with a dict that modules fill with states for later modules, or None.
         scan: the operation that mixes tokens, if kernels can run it on packed tokens
             (:mod:`fastpack.layers.mixers.packed`): a causal ``conv``, or a recurrence after one; else None.
     """
 
-    mask: Literal["added", "seen", "hidden"] | None = None
+    mask: Literal["added", "seen", "hidden", "real"] | None = None
     window: str | None = None
     chunk: str | None = None
     in_every_layer: bool = False
@@ -199,6 +201,7 @@ class MixerSpec:
     counts_from: str | None = None
     states: int = 0
     carried: str | None = None
+    shared: str | None = None
     scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
 
 
@@ -246,6 +249,8 @@ class Family:
         repadded_if: the names of config settings; if any of them is set, the family is a re-padded model.
         refused_if: the config settings with which the family can't be exact, each with its reason.
         alibi: the name of the backbone's method that makes ALiBi's biases from a 2-D mask, or None.
+        masks_by: the name of the backbone's method that builds a T x T mask from the 2-D one, or None; a patched one
+            builds none.
         unmasked: whether the backbone gets no mask, since it builds its own or takes none.
         since: the first release of transformers for which this row is true, as (major, minor), and what the family does
             in earlier releases; None if it is true for all releases.
@@ -258,6 +263,8 @@ class Family:
             not the next one (mostly decoders of encoder-decoders); empty for none.
         row_arguments: the names of arguments about rows, which a patched model refuses: arguments of shape ``[B]``,
             ``[B, patches]`` or ``[B, S, S]``, or an inverted mask.
+        media: the names of arguments with images, or features of images, that the backbone puts in place of tokens, in
+            the order of these tokens.
         disabled_caches: the names of keywords that request a cache by default, and are passed as False.
         shares_states: whether layers pass keys and values to later layers by keyword, which reentrant checkpointing
             loses (in the stock model too).
@@ -283,6 +290,7 @@ class Family:
     repadded_if: tuple[str, ...] = ()
     refused_if: dict[str, str] = field(default_factory=dict)
     alibi: str | None = None
+    masks_by: str | None = None
     unmasked: bool = False
     since: tuple[tuple[int, int], str] | None = None
     mask_window: str | None = None
@@ -290,6 +298,7 @@ class Family:
     two_way: TwoWay | None = None
     unshifted: str = ""
     row_arguments: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
     disabled_caches: tuple[str, ...] = ()
     shares_states: bool = False
     uncounted: bool = False

@@ -41,6 +41,13 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family("biogpt", "BioGptModel", ("BioGptAttention",)),
     Family("bitnet", "BitNetModel", ("BitNetAttention",), fast=named("BitNet", RMSNorm=LLAMA_NORM)),
+    Family(  # norms of heads have a weight for each head; it embeds images itself
+        "chameleon",
+        "ChameleonModel",
+        ("ChameleonAttention",),
+        fast=named("Chameleon", **LLAMA_PARTS),
+        media=("pixel_values", "mm_encoder_outputs"),
+    ),
     Family(
         "cohere2_moe",
         "Cohere2MoeModel",

@@ -136,7 +136,7 @@ def _counts_tokens(cache: object) -> bool:
 def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
     """Raise if a batch has images, audio, an encoder's states or arguments about its rows."""
     for names, why in ({family.row_arguments: _ABOUT_ROWS} | _NOT_COVERED).items():
-        refused = [name for name in names if arguments.get(name) is not None]
+        refused = [name for name in names if arguments.get(name) is not None and name not in family.media]
         if refused:
             raise UnsupportedModelError(
                 f"{', '.join(refused)} came with the batch: {why} train this model unpatched (fastpack.unpatch(model))."

@@ -23,7 +23,7 @@ from fastpack.model.backbone import pack, refuse_adapters
 from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import MEDIA, refuse_packed_stock, takes_stock_path
 from fastpack.model.model_runtime import ModelRuntime
-from fastpack.model.position_axes import position_axes
+from fastpack.model.position_axes import position_axes, positions_by_row
 from fastpack.packing.handover import EnteredBatch
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -84,6 +84,8 @@ def entered(
     refuse_lost_positions(composite, arguments, packed)
     packed = with_blocks(composite, spec.blocks, arguments, packed)
     arguments["attention_mask"] = row_mask(arguments.get("attention_mask"), packed)
+    if spec.counts_images and arguments.get("position_ids") is None:
+        arguments["position_ids"] = positions_by_row(composite, arguments)
     if "use_cache" in parameters(type(composite).forward):
         arguments["use_cache"] = False
     without_masks = nullcontext() if torch.compiler.is_compiling() else masks_off(composite, runtime.layers.attention)

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
+from fastpack.model.checks import MEDIA
 from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, token_fingerprints
 from fastpack.packing.handover import EnteredBatch
 from fastpack.packing.prefixes import Prefixes, common_prefixes
@@ -144,6 +145,8 @@ class PrefixSharing:
             return "there is one sequence"
         if packed.two_way is not None:
             return "tokens of images see later ones, so that equal beginnings may differ"
+        if any(arguments.get(name) is not None for name in MEDIA):
+            return "images came with the batch, and may differ between equal ids"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():
             several = isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)

@@ -88,24 +88,30 @@ def find_parts(model: nn.Module) -> Parts:
             f"{type(model).__name__} is not a transformers model. Pass a ...ForCausalLM, a classifier or a backbone of "
             "transformers, or one that PEFT has wrapped."
         )
-    backbone = _innermost(inner.base_model)
-    if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
-        backbone = _innermost(inner.model)  # base_model_prefix is wrong
+    backbone = _base(inner)
     head = None if backbone is inner else inner
     inside = None if family_of(backbone) is not None else _text_model(backbone)
     if inside is None:
         return Parts(head, backbone if head is None else _decoder(backbone))
-    text = _innermost(inside.base_model)
+    text = _base(inside)
     if text is inside:
         return Parts(head, text, composite=backbone)
     return Parts(inner, _decoder(text), composite=backbone)
+
+
+def _base(model: Any) -> Any:
+    """Return the module that a head calls; the model itself if it has no head."""
+    base = _innermost(model.base_model)
+    if base is model and hasattr(getattr(model, "model", None), "base_model_prefix"):
+        return _innermost(model.model)  # base_model_prefix is wrong
+    return base
 
 
 def _text_model(composite: Any) -> Any:
     """Return the text model inside a composite, which may be a whole causal LM; None if there is none."""
     for name in ("language_model", "text_model"):
         inside = _innermost(getattr(composite, name, None))
-        if hasattr(inside, "base_model_prefix") and not hasattr(_innermost(inside.base_model), "encoder"):
+        if hasattr(inside, "base_model_prefix") and not hasattr(_base(inside), "encoder"):
             return inside
     return None
 

@@ -27,7 +27,7 @@ from fastpack.families.spec import (
 from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.liger import spec_of, stands_for
-from fastpack.layers.mixers.forward import mixer_forward, packed_alibi
+from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
@@ -73,6 +73,7 @@ KINDS: dict[Callable[..., Any], str] = {
     norm_forward: "norm",
     mlp_forward: "mlp",
     packed_alibi: "alibi",
+    packed_mask: "mask",
     rotary_forward: "rotary",
 }
 """The report's names for replacements, by their functions. Mixers are counted by the kernels that serve them."""
@@ -145,7 +146,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     refuse_two_ways(parts, own, attentions, specs)
     inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
     skipped += _replaced_norms_and_mlps(recognised)
-    tables = _plan_alibi(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
+    tables = _plan_methods(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
     computed = _computed_here(replacements, through_interface, family)
@@ -311,12 +312,15 @@ def _replaced_norms_and_mlps(recognised: Recognised) -> Skipped:
     )
 
 
-def _plan_alibi(recognised: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
-    """Return the replacement of the backbone's method that makes ALiBi's biases."""
-    name = recognised.family.alibi
-    if name is None or runtime.context is None:
-        return []
-    return [Replacement(recognised.backbone, name, packed_alibi, None, runtime)]
+def _plan_methods(recognised: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
+    """Return the replacements of the backbone's methods that make ALiBi's biases, or a mask."""
+    family = recognised.family
+    methods: dict[str, Callable[..., Any]] = {}
+    if family.alibi is not None and runtime.context is not None:
+        methods[family.alibi] = packed_alibi
+    if family.masks_by is not None:
+        methods[family.masks_by] = packed_mask
+    return [Replacement(recognised.backbone, name, method, None, runtime) for name, method in methods.items()]
 
 
 def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> list[Replacement[Any, Any]]:

@@ -24,9 +24,10 @@ import fastpack
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.image_oracle import ImageOracle
-from fastpack.exactness.image_settings import NOT_BUILT as IMAGES_NOT_BUILT
-from fastpack.exactness.image_text import image_text_types
+from fastpack.exactness.image_settings import LAYOUTS
+from fastpack.exactness.image_text import image_text_types, not_built
 from fastpack.exactness.oracle import Oracle
+from fastpack.exactness.tiny import model_types
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families.composites import composite_spec
 from fastpack.families.refused import REFUSED
@@ -48,8 +49,6 @@ LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)
 LOSS_BOUND, HALF_LOSS_BOUND = 1e-4, 3e-2
 IMAGE_BOUND = 1e-4
 """The bound of errors on images: towers are of many kinds, and rounding in some is more than in text models."""
-UNBUILT = {**IMAGES_NOT_BUILT, **NOT_BUILT}
-"""The names of both mappings that can't be built tiny, or are no decoders, each with the reason."""
 
 NOT_AS_PADDED = ("big_bird", "cpmant")
 """Models whose stock logits of a padded sequence differ from those of the sequence alone. A patched model gives the
@@ -75,8 +74,13 @@ class Task:
 
 
 def modes_of(family: str, task: Task) -> list[str]:
-    """Return the modes of a task that apply to a family: ``images`` is for names in the image-text mapping."""
-    return [mode for mode in task.modes if mode != IMAGES or family in image_text_types()]
+    """Return the modes of a task that apply to a family.
+
+    Mode ``images`` is for names in the image-text mapping, and the others are for models that run on text alone.
+    """
+    no_text = family in LAYOUTS and LAYOUTS[family].required
+    has_images = family in image_text_types()
+    return [mode for mode in task.modes if (has_images if mode == IMAGES else not no_text)]
 
 
 def work(family: str, task: Task, sent: Path, log: Path) -> None:
@@ -104,8 +108,9 @@ def rows(family: str, task: Task) -> Iterator[Row]:
 
     All errors of building, patching or running the model may be raised, except for the refusal of a listed family.
     """
-    if family in UNBUILT:
-        yield Row(family, EXACT, refused=UNBUILT[family])
+    unbuilt = NOT_BUILT.get(family) if family in model_types() else not_built(family)
+    if unbuilt is not None:
+        yield Row(family, EXACT, refused=unbuilt)
         return
     if family in REFUSED:
         yield _refused(family, task.setting)
@@ -115,11 +120,12 @@ def rows(family: str, task: Task) -> Iterator[Row]:
     if outdated is not None:
         yield Row(family, EXACT, refused=outdated)
         return
-    if VERIFY in task.modes:
+    modes = modes_of(family, task)
+    if VERIFY in modes:
         yield from _proved(family, VERIFY, task.setting, _backends(task.setting.build(family), task.backends), verified)
-    if {EXACT, *TRAINED} & {*task.modes}:
+    if {EXACT, *TRAINED} & {*modes}:
         yield from text_rows(family, task)
-    if IMAGES in modes_of(family, task):
+    if IMAGES in modes:
         yield from image_rows(family, task)
 
 
@@ -150,6 +156,9 @@ def image_rows(family: str, task: Task) -> Iterator[Row]:
     inputs. Images are tried in float32.
     """
     setting = replace(task.setting, dtype="float32")
+    if (unbuilt := not_built(family)) is not None:
+        yield Row(family, IMAGES, refused=unbuilt)
+        return
     stock = setting.build_for_images(family)
     parts = find_parts(stock)
     row = family_of(parts.backbone)

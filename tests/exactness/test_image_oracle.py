@@ -18,7 +18,7 @@ from fastpack.model.unwrap import find_parts
 
 MAIN = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "llava", "internvl", "mistral3", "glm4v"),
-    *("glm4v_moe", "lfm2_vl", "smolvlm", "idefics3"),
+    *("glm4v_moe", "lfm2_vl", "smolvlm", "idefics3", "gemma3", "gemma4", "paligemma"),
 )
 
 
@@ -40,7 +40,8 @@ def test_batches_with_images_are_exact(model_type: str) -> None:
     result = oracle.prove(model)
     assert result.problem is None
     controls = [check for check in result.checks if check.at_least]
-    assert len(result.checks) == len(IMAGE_KINDS) + len(checkpointings(model)) + len(controls)
+    assert len(oracle.checkpointing) == len(checkpointings(model))
+    assert len(result.checks) == len(IMAGE_KINDS) + len(oracle.checkpointing) + len(controls)
     assert len(controls) == 1 + hasattr(model.base_model, "get_rope_index")
     assert max(check.error for check in result.checks if not check.at_least) <= 2 * FULL_BOUND
     backbone = {id(parameter) for parameter in find_parts(model).backbone.parameters()}

@@ -39,9 +39,9 @@ def test_exact(name: str) -> None:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", [name for name in HERE if not any(m.scan for m in FAMILIES[name].mixers.values())])
 def test_the_stock_model_leaks(name: str) -> None:
-    """The same proof fails for the stock model, which takes packed sequences for one."""
+    """The same proof fails for the stock model, which takes packed sequences for one; recurrences refuse them."""
     oracle = Oracle.of(lambda dtype: text_model(name, dtype), torch.float32, FAMILIES[name].routers)
     result = oracle.prove(text_model(name))
     assert {check.what: check.error for check in result.checks}["packed_seq_lens"] > 0.01

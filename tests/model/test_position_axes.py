@@ -11,6 +11,7 @@ import torch
 import fastpack
 from fastpack.exactness.image_oracle import IMAGE_KINDS, ImageOracle
 from fastpack.exactness.image_text import batch_of, build_image_text, flat_of, samples
+from fastpack.exactness.rule import CONTROL
 from fastpack.model.position_axes import position_axes
 from fastpack.packing.inputs import read_packing
 
@@ -73,3 +74,13 @@ def test_frequencies_that_depend_on_the_length_are_refused_with_several_axes() -
     with pytest.raises(fastpack.PackingError, match="depend on each sequence's length"):
         model(**batch_of(model, rows))
     model(input_ids=rows[2]["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore::fastpack.errors.UntriedVersionWarning")
+def test_positions_that_count_the_images_of_all_rows_are_computed_for_each_row_alone() -> None:
+    """The stock model's padded batch is not each row alone; a patched model's is."""
+    stock, model = (build_image_text("hunyuan_vl").train() for _ in range(2))
+    oracle = ImageOracle.of(lambda dtype: build_image_text("hunyuan_vl", dtype=dtype).train())
+    padded = IMAGE_KINDS["images, padded right"]
+    assert oracle.error(stock, padded).logits > CONTROL * oracle.bound
+    assert oracle.error(fastpack.patch(model), padded).of_tensors <= oracle.bound

@@ -49,6 +49,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
+    shared = None if spec.shared is None else kwargs.pop(spec.shared)
     dtype = _hidden(args, kwargs).dtype if spec.mask == "added" else torch.bool
     results = []
     for i, rows in enumerate(groups.groups):
@@ -57,8 +58,14 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
         named = {name: _argument(name, value, spec, packed, rows, mask) for name, value in kwargs.items()}
         if carried is not None:
             named[str(spec.carried)] = carried.groups[i]
+        states = {}
+        if shared is not None:  # each group of rows has states of its own, under the name and the group's number
+            states = {state: value for (state, group), value in shared.items() if group == i}
+            named[str(spec.shared)] = states
         with context.in_rows():
             results.append(patched.stock(*positional, **named))
+        if shared is not None:
+            shared.update({(state, i): value for state, value in states.items()})
     what = type(module).__name__
     if spec.states:
         return unpad([result[0] for result in results], groups, what), *[None] * spec.states
@@ -159,13 +166,22 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
     return patched.stock(mask, num_heads, dtype)
 
 
-def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Make the mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
+def packed_mask(patched: Replacement[None, Runtime], mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Return a mask that is the placeholder unchanged; make any other by a backbone's own method."""
+    made: Tensor | None = mask if is_mask_placeholder(mask) else patched.stock(mask, *args, **kwargs)
+    return made
 
-    An additive mask has the hidden states' dtype, as in transformers; the weights may be in 4 bits.
+
+def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Make the mask of a group of rows in the form that a module takes, ``[n, 1, L, L]`` or ``[n, L]``, or None.
+
+    An additive mask has the hidden states' dtype, as in transformers; the weights may be in 4 bits. Padding counts as
+    real tokens, whose results are dropped.
     """
     if spec.mask is None:
         return None
+    if spec.mask == "real":
+        return torch.ones(rows.tokens.shape, dtype=dtype, device=device)
     at = torch.arange(rows.length, device=device)
     distance = at[:, None] - at
     seen = distance >= 0

@@ -14,6 +14,7 @@ import fake_mixers
 import pytest
 import torch
 from fake_mixers import Calls, conv_torch, install
+from text_models import text_model
 from torch import Tensor, nn
 
 import fastpack
@@ -85,11 +86,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def scores(outputs: Any) -> Tensor:
+    """Return the logits ``[L, V]``, or the last hidden states of a backbone alone."""
+    return (outputs.logits if "logits" in outputs else outputs.last_hidden_state)[0]
+
+
 def run_alone(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for sequence in sequences():
-        result = model(input_ids=sequence[None], use_cache=False).logits[0]
+        result = scores(model(input_ids=sequence[None], use_cache=False))
         (result * weights(sum(map(len, logits)), result)).sum().backward()
         logits.append(result.detach())
     return torch.cat(logits), gradients(model)
@@ -97,7 +103,7 @@ def run_alone(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 def run_packed(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
-    logits = model(input_ids=torch.cat(sequences())[None], packed_seq_lens=list(LENGTHS)).logits[0]
+    logits = scores(model(input_ids=torch.cat(sequences())[None], packed_seq_lens=list(LENGTHS)))
     (logits * weights(0, logits)).sum().backward()
     return logits.detach(), gradients(model)
 
@@ -144,6 +150,20 @@ def test_exact_over_flash_linear_attention(model_type: str, kernels: Kernels) ->
     calls.made.clear()
     assert error(run_alone(model), alone) == 0
     assert not calls.made
+
+
+@pytest.mark.filterwarnings("ignore::fastpack.errors.UntriedVersionWarning")
+def test_only_some_mixers_have_kernels(kernels: Kernels) -> None:
+    """GLM 5 picks keys on rows, and its linear layers run on packed tokens."""
+    model = text_model("glm5_next_text")
+    alone = run_alone(model)
+    calls = kernels("fla")
+    fastpack.patch(model)
+    swapped = fastpack.report(model).swapped
+    assert (swapped["packed mixer"], swapped["re-padded mixer"]) == (2, 2)
+    calls.made.clear()  # the twin's
+    assert error(run_packed(model), alone) <= BOUND
+    assert calls.made == expected(["fla conv", "chunk_kda"], 2)
 
 
 @pytest.mark.parametrize("model_type", [name for name in WITH_SCAN if COVERED[name] == "ssd"])
