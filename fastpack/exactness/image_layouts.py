@@ -43,7 +43,8 @@ class Layout:
 
 def square(config: Any, _: Size, generator: torch.Generator) -> Pixels:
     """Return an image of the tower's one size: ``pixel_values [1, C, h, w]``."""
-    size = config.vision_config.image_size
+    vision = config.vision_config
+    size = vision.image_size if hasattr(vision, "image_size") else vision.sam_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return {"pixel_values": torch.rand(1, CHANNELS, height, width, generator=generator) + 0.1}
 
@@ -52,6 +53,12 @@ def tile(config: Any, _: Size, generator: torch.Generator) -> Pixels:
     """Return a tile of the tower's one size with its mask: ``pixel_values [1, 1, C, h, w]``."""
     pixels = square(config, _, generator)["pixel_values"]
     return {"pixel_values": pixels[None], "pixel_attention_mask": torch.ones(1, 1, *pixels.shape[-2:]).long()}
+
+
+def whole_tile(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return a tile of the tower's one size, ``pixel_values [1, 1, C, h, w]``, marked as real in a mask ``[1, 1]``."""
+    pixels = square(config, _, generator)["pixel_values"]
+    return {"pixel_values": pixels[None], "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)}
 
 
 def any_size(config: Any, size: Size, generator: torch.Generator) -> Pixels:
@@ -114,3 +121,45 @@ def placed_patches(config: Any, size: Size, generator: torch.Generator) -> Pixel
     pixels = torch.rand(1, height * width, CHANNELS * vision.patch_size**2, generator=generator)
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
     return {"pixel_values": pixels, "image_position_ids": places[None]}
+
+
+def any_resolution(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return the whole image and its tiles, each of the tower's one size: ``pixel_values [1, P, C, h, w]``.
+
+    ``image_sizes [1, 2]`` is the image's own size, by which the model finds the number of tiles. A batch pads with
+    tiles of zeros.
+    """
+    from transformers.image_processing_utils import select_best_resolution
+
+    side = config.vision_config.image_size
+    image_size = [length * side * 2 // 3 for length in size]
+    height, width = select_best_resolution((image_size[0], image_size[1]), config.image_grid_pinpoints)
+    tiles = 1 + (height // side) * (width // side)
+    pixels = torch.rand(1, tiles, CHANNELS, side, side, generator=generator) + 0.1
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([image_size])}
+
+
+def two_resolutions(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return a :func:`square` image and another of the second tower's size, ``high_res_pixel_values [1, C, h, w]``."""
+    side = config.high_res_vision_config.image_size
+    fine = torch.rand(1, CHANNELS, side, side, generator=generator) + 0.1
+    return {**square(config, size, generator), "high_res_pixel_values": fine}
+
+
+def with_question(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return a :func:`square` image with the text that its Q-Former reads, ``qformer_input_ids [1, 3]``."""
+    question = torch.randint(4, config.qformer_config.vocab_size, (1, 3), generator=generator)
+    return {**square(config, size, generator), "qformer_input_ids": question}
+
+
+def frames(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return a video of two :func:`square` frames, ``pixel_values [1, 2, C, h, w]``, with a text for its Q-Former."""
+    video = with_question(config, size, generator)
+    other = square(config, size, generator)["pixel_values"]
+    return {**video, "pixel_values": torch.stack([video["pixel_values"], other], dim=1)}
+
+
+def patches_of_one_size(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return the patches of an image of the model's one size: ``pixel_values [1, P, C p p]``."""
+    count = (config.image_size // config.patch_size) ** 2
+    return {"pixel_values": torch.rand(1, count, CHANNELS * config.patch_size**2, generator=generator) + 0.1}

@@ -8,7 +8,7 @@ image is what the model's own ``get_image_features`` returns for it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +81,7 @@ def image_text_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides:
     if (why := not_built(model_type)) is not None:
         raise ValueError(f"{model_type} can't be built: {why}")
     config = config_class(**{name: {} for name in WITH.get(model_type, ())})
-    row = _merged(_tower_settings(config), _merged(TRAITS.get(model_type, {}), NEEDS.get(model_type, {})))
+    row = _merged(_settings_of_parts(config), _merged(TRAITS.get(model_type, {}), NEEDS.get(model_type, {})))
     return small_copy(config, row, overrides, head_dim)
 
 
@@ -224,7 +224,8 @@ def _token_types(config: Any, ids: Tensor) -> Tensor:
 
 
 def _image_token(config: Any) -> int:
-    return int(next(getattr(config, name) for name in ("image_token_id", "image_token_index") if hasattr(config, name)))
+    names = ("image_token_id", "image_token_index", "video_token_index", "image_patch_id")
+    return int(next(getattr(config, name) for name in names if hasattr(config, name)))
 
 
 def _tokens_of(model: Any, image: Pixels) -> int:
@@ -232,7 +233,8 @@ def _tokens_of(model: Any, image: Pixels) -> int:
     device = next(model.parameters()).device
     image = {name: value.to(device) for name, value in image.items()}
     # some heads lack the method, or some of its arguments
-    embed = getattr(model.base_model, "get_image_features", None) or model.get_image_features
+    methods = ("get_image_features", "get_video_features")
+    embed = next(getattr(m, name) for name in methods for m in (model.base_model, model) if hasattr(m, name))
     with torch.no_grad():
         features = embed(**image, **_features(model, embed), return_dict=True)
     pooled = features.last_hidden_state if features.pooler_output is None else features.pooler_output
@@ -242,7 +244,7 @@ def _tokens_of(model: Any, image: Pixels) -> int:
 def _features(model: Any, embed: Callable[..., Any]) -> dict[str, Any]:
     """Return which features of the tower a model takes, as its forward hands them to ``get_image_features``."""
     names = ("vision_feature_layer", "vision_feature_select_strategy")
-    configs = (model.config, model.config.vision_config)
+    configs = (model.config, getattr(model.config, "vision_config", None))
     given = {name: getattr(config, name) for config in reversed(configs) for name in names if hasattr(config, name)}
     return _named(embed, given)
 
@@ -275,12 +277,14 @@ def _padded_cat(tensors: Sequence[Tensor], dim: int, value: int) -> Tensor:
     return torch.cat([pad(t, p, value=value) for t, p in zip(tensors, padding, strict=True)], dim=dim)
 
 
-def _tower_settings(config: Any) -> dict[str, Any]:
-    """Return the small settings of each sub-config that is not the text model's."""
+def _settings_of_parts(config: Any) -> dict[str, Any]:
+    """Return the settings of each sub-config: the text model's traits, and the small settings of towers."""
     text = config.get_text_config()
-    subs: Iterable[tuple[str, Any]] = ((name, getattr(config, name)) for name in config.sub_configs)
-    towers = {name: sub for name, sub in subs if sub is not None and sub is not text}
-    return {name: {key: value for key, value in VISION.items() if hasattr(sub, key)} for name, sub in towers.items()}
+    subs = {name: sub for name in config.sub_configs if (sub := getattr(config, name)) is not None}
+    return {
+        name: TRAITS.get(sub.model_type, {}) if sub is text else {k: v for k, v in VISION.items() if hasattr(sub, k)}
+        for name, sub in subs.items()
+    }
 
 
 def _named(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,12 @@ def entered(
     arguments["attention_mask"] = row_mask(arguments.get("attention_mask"), packed)
     if spec.counts_images and arguments.get("position_ids") is None:
         arguments["position_ids"] = positions_by_row(composite, arguments)
-    if "use_cache" in parameters(type(composite).forward):
+    named = parameters(type(composite).forward)
+    if "use_cache" in named:
         arguments["use_cache"] = False
+    positions = arguments.get("position_ids")
+    if "position_ids" not in named and positions is not None and positions.ndim <= 2:
+        del arguments["position_ids"]  # its tower would get them; the text model gets them with the packing
     without_masks = nullcontext() if torch.compiler.is_compiling() else masks_off(composite, runtime.layers.attention)
     with handover.entering(EnteredBatch(packed, own_ids(arguments))), without_masks:
         yield

@@ -106,6 +106,17 @@ def test_packing_keywords_do_not_reach_the_tower() -> None:
     assert "packed_seq_lens" not in seen
 
 
+def test_positions_do_not_reach_a_tower_that_takes_every_keyword() -> None:
+    """The forward names no ``position_ids``, and passes what it doesn't name to the Q-Former."""
+    model = build_image_text("instructblipvideo").train()
+    rows = samples(model, 0)
+    alone = results(model, rows)
+    fastpack.patch(model)
+    logits, grads = off(results(model, [flat_of(model, rows)]), alone)
+    assert logits <= BOUND
+    assert grads <= GRADIENT_BOUND
+
+
 def test_images_in_a_flat_batch_need_positions_of_several_axes() -> None:
     model = build_image_text("qwen3_5")
     batch = flat_of(model, samples(model, 0))
