@@ -101,6 +101,7 @@ def words(generator: torch.Generator, least: int, end: int) -> str:
 
 def image(generator: torch.Generator) -> Image:
     height, width = torch.randint(1, 4, (2,), generator=generator).tolist()
+    width += 1  # Mistral 3 fails on images of one token
     return [torch.randint(256, (width,), generator=generator).tolist() for _ in range(height)]
 
 
