@@ -65,7 +65,7 @@ def needed_flops(settings: RunSettings) -> int:
     timed = slice(settings.warmup * settings.rows, None)
     grids = settings.grids()[timed]
     needed = read_flops(model).of(tokens, pairs) + tower_flops(model, grids)
-    forward = read_flops(model.requires_grad_(False)).of(tokens, pairs) + tower_flops(model, grids)
+    forward = read_flops(model.requires_grad_(False)).of(tokens, pairs)
     head = 2 * config.hidden_size * config.vocab_size
     predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
     if settings.trainer == "dpo":
@@ -74,9 +74,9 @@ def needed_flops(settings: RunSettings) -> int:
     if settings.checkpointing:
         last = config.intermediate_size if settings.mode == "full" else config.intermediate_size + LORA_RANK
         needed += forward - tokens * (head + config.num_hidden_layers * 2 * config.hidden_size * last)
-        if grids:
+        if grids and settings.mode == "full":  # a frozen tower is computed once
             vision = composite.vision_config
-            last = vision.intermediate_size + (0 if settings.mode == "full" else LORA_RANK)
-            needed -= sum(map(prod, grids)) * vision.depth * 2 * vision.hidden_size * last
+            last = 2 * vision.intermediate_size * vision.hidden_size * vision.depth
+            needed += tower_flops(model, grids) - sum(map(prod, grids)) * last
     # the head's forward, the gradient of its input, and the gradient of its weight if the weight trains
     return needed - head * (3 if settings.mode == "full" else 2) * (tokens - predicted)

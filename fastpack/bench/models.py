@@ -10,6 +10,7 @@ import fastpack
 from fastpack.bench import stock_varlen
 from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import has_images, make_config
+from fastpack.model.unwrap import find_parts
 
 LORA_RANK = 16
 
@@ -26,14 +27,15 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
 
     For ``DPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched as a whole.
     """
+    variant = settings.spec
     stock = backend = "sdpa"
-    if settings.spec.varlen:
+    if variant.varlen and not variant.patched:
         stock, backend = stock_varlen.implementation()
     torch.manual_seed(settings.seed)
     config = make_config(settings.shape)
     with device:
         model: Any = auto_class(settings.shape).from_config(config, dtype=dtype_of(device), attn_implementation=stock)
-    if settings.spec.varlen:
+    if variant.varlen and has_images(settings.shape):
         stock_varlen.use_in_tower(model)
     if settings.mode == "qlora":
         model = quantised(model)
@@ -41,7 +43,7 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
         return model.train(), backend
     if settings.mode != "full":
         model = with_lora(model)
-    if settings.spec.patched:
+    if variant.patched:
         patch(model, settings)
     return model.train(), backend
 
@@ -83,23 +85,33 @@ def quantised(model: Any) -> Any:
     )
 
 
-def lora_config() -> Any:
-    """Return the config of LoRA of rank 16 on every linear layer except the head, without dropout."""
+def lora_config(tower: str | None = None) -> Any:
+    """Return the config of LoRA of rank 16 on every linear layer except the head, without dropout.
+
+    Args:
+        tower: the name of an image tower that stays frozen, as most recipes for vision-language models have it, or
+            None.
+    """
     from peft import LoraConfig
 
     return LoraConfig(
-        r=LORA_RANK, lora_alpha=2 * LORA_RANK, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+        exclude_modules=None if tower is None else rf".*\.{tower}\..*",
+        task_type="CAUSAL_LM",
     )
 
 
 def with_lora(model: Any) -> Any:
-    """Add LoRA of rank 16 to every linear layer except the head.
+    """Add LoRA (:func:`lora_config`).
 
     On 4-bit weights, A and B are bfloat16, as in TRL.
     """
     from peft import get_peft_model
 
-    wrapped = get_peft_model(model, lora_config())
+    wrapped = get_peft_model(model, lora_config("visual" if find_parts(model).composite is not None else None))
     if getattr(model, "is_loaded_in_4bit", False):
         for parameter in wrapped.parameters():
             if parameter.requires_grad:

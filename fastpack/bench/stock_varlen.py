@@ -5,7 +5,7 @@ registered at transformers' two extension points. In flattened batches it reads 
 from TRL's collator, as flash-attn does, and so makes the host wait no more often. In padded batches each layer
 un-pads queries, keys and values by the mask, as flash-attn does too.
 
-Only the stock variants use it, in their own process; fastpack's backends are not involved.
+Stock variants use it, and image towers, which stay stock; fastpack's backends are not involved.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def implementation() -> tuple[str, str]:
 
 
 def use_in_tower(model: Any) -> None:
-    """Let the image tower of a composite attend by the implementation that the model was built with, if it has one."""
-    composite = find_parts(model).composite
-    if composite is not None and model.config._attn_implementation == NAME:
-        composite.visual.config._attn_implementation = IN_TOWERS
+    """Let the image tower of a composite attend by FlashAttention-2."""
+    name, _ = implementation()
+    find_parts(model).composite.visual.config._attn_implementation = IN_TOWERS if name == NAME else name
 
 
 def varlen_forward(

@@ -13,7 +13,7 @@ class Variant:
     Attributes:
         what: a line for the help text.
         packed: batches are flattened, as with TRL's ``padding_free=True``; otherwise they are padded, with a mask.
-        varlen: attention is FlashAttention-2's kernel for packed sequences; otherwise transformers' sdpa.
+        varlen: stock attention is FlashAttention-2's kernel for packed sequences; otherwise transformers' sdpa.
         liger: Liger's kernels are applied.
         patched: fastpack patches the model.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
@@ -59,6 +59,12 @@ VARIANTS = {
     "stock + FA2": Variant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
     "stock + FA2 + Liger": Variant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
     "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS, images=BOTH),
+    "fastpack + FA2": Variant(
+        "patched, fed the padded batches of images; FlashAttention-2's kernel in the image tower, which stays stock",
+        varlen=True,
+        patched=True,
+        images=(True,),
+    ),
     "fastpack, prompts shared": Variant(
         "the same, but each prompt runs once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
     ),

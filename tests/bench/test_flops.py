@@ -112,7 +112,7 @@ def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_an_image_tower_against_what_torch_counts(mode: Any) -> None:
-    """Torch counts the products of a tower's forward and backward on two images: ours without attention."""
+    """Torch counts the products of a tower on two images: ours without attention. With LoRA the tower is frozen."""
     grids = [(4, 6), (2, 4)]
     model: Any = AutoModelForImageTextToText.from_config(make_config("tiny-vl"), attn_implementation="sdpa").train()
     if mode == "lora":
@@ -121,13 +121,12 @@ def test_an_image_tower_against_what_torch_counts(mode: Any) -> None:
     pixels = torch.randn(sum(h * w for h, w in grids), 3 * 2 * 16 * 16)
     with FlopCounterMode(display=False) as counter:
         out = tower(pixels, grid_thw=torch.tensor([[1, h, w] for h, w in grids]), return_dict=True)
-        (out.pooler_output.sum() + sum(each.sum() for each in out.deepstack_features)).backward()
+        if mode == "full":
+            (out.pooler_output.sum() + sum(each.sum() for each in out.deepstack_features)).backward()
     counted = sum(
         n
         for op, n in counter.get_flop_counts()["Global"].items()
         if str(op) in ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten.convolution_backward")
     )
-    needed = tower_flops(model, grids) - 3 * 4 * 32 * 2 * (24**2 + 8**2)
-    if mode == "lora":
-        needed -= 2 * 32 * (32 * 96 + 16 * 32)  # gradients of the first block's input
-    assert counted == needed
+    attention = 4 * 32 * 2 * (24**2 + 8**2)
+    assert counted == tower_flops(model, grids) - attention * (3 if mode == "full" else 1)

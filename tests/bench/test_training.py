@@ -264,7 +264,7 @@ def test_the_stock_varlen_attention_is_the_stock_model(varlen_calls: list[tuple[
 def test_rows_with_images(loop: str, varlen_calls: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastpack.bench.images.SIDES", (32, 200))
     settings = replace(SMALL, shape="tiny-vl", mode="lora", loop=loop)
-    results = train(settings, "stock padded", "stock padded + FA2", "fastpack")
+    results = train(settings, "stock padded", "stock padded + FA2", "fastpack", "fastpack + FA2")
     verdict = compare(results, half=False)
     assert verdict.agree, str(verdict)
     assert {causal for _, causal in varlen_calls} == {True, False}, "the image tower's attention is not causal"
