@@ -37,7 +37,7 @@ PER_VISUAL_TOKEN = "deepstack_visual_embeds"
 
 
 def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens) -> Tensor:
-    """Return a fingerprint of all that a backbone gets for each token, positions included: int64 ``[T, 2]``.
+    """Return a fingerprint of all that a backbone gets for each token, positions and blocks included: int64 ``[T, 2]``.
 
     Args:
         arguments: the backbone's arguments, before they are un-padded.
@@ -49,6 +49,8 @@ def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens) -> T
     given["positions"] = packed.position_ids[0]
     if positions is not None and positions.ndim == 3:
         given["axes"] = packed.unpad_axes(positions)[:, 0].T
+    if packed.two_way is not None:
+        given["blocks"] = packed.two_way.first - packed.cu_seqlens.index_select(0, packed.seq_idx[0])
     prints = [fingerprints(value) for value in given.values()]
     for layer in arguments.get(PER_VISUAL_TOKEN) or ():
         if visual is not None and len(layer):

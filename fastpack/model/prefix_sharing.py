@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -15,7 +16,7 @@ from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.checks import MEDIA
 from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, token_fingerprints
 from fastpack.packing.handover import EnteredBatch
-from fastpack.packing.prefixes import Prefixes, common_prefixes
+from fastpack.packing.prefixes import Prefixes, common_prefixes, without_cut_blocks
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import ModelLike
@@ -118,6 +119,9 @@ class PrefixSharing:
             prefixes = packed.prefixes_in(packed.unpad(ids))
             if compares and self._pays(prefixes, packed):
                 prefixes = common_prefixes(packed.lengths, token_fingerprints(arguments, packed).cpu())
+                if packed.two_way is not None:
+                    blocks = torch.stack([packed.two_way.first, packed.two_way.end]).tolist()
+                    prefixes = without_cut_blocks(prefixes, packed.lengths, *blocks)
             if not self._pays(prefixes, packed):
                 reason = f"less than {100 * self.least_saved:.3g}% of the tokens repeat a prefix of another sequence"
         self.stats.batches += 1
@@ -143,7 +147,7 @@ class PrefixSharing:
         """Return why this batch can't share prefixes, or None; ``compared`` arguments are no reason."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
-        if packed.two_way is not None:
+        if packed.two_way is not None and not compared:
             return "tokens of images see later ones, so that equal beginnings may differ"
         if any(arguments.get(name) is not None for name in MEDIA):
             return "images came with the batch, and may differ between equal ids"

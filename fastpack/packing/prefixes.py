@@ -132,6 +132,26 @@ def common_prefixes(lengths: Sequence[int], keys: Tensor) -> Prefixes:
     return Prefixes(tuple(order), (0, *shared))
 
 
+def without_cut_blocks(
+    prefixes: Prefixes, lengths: Sequence[int], first: Sequence[int], end: Sequence[int]
+) -> Prefixes:
+    """Return prefixes that end before a block of tokens that they would cut: its tokens see each other both ways.
+
+    Args:
+        prefixes: prefixes of tokens that are the same, and whose blocks begin alike.
+        lengths: the tokens of each sequence.
+        first: ``[T]``, the first token of each token's block (:class:`fastpack.packing.two_way.TwoWayBlocks`).
+        end: ``[T]``, one past the last token of each token's block.
+    """
+    starts = list(accumulate(lengths, initial=0))
+    shared = [0]
+    for (before, here), count in zip(pairwise(prefixes.order), prefixes.shared[1:], strict=True):
+        last = starts[before] + count - 1
+        cut = count and (end[last] > last + 1 or end[starts[here] + count - 1] > starts[here] + count)
+        shared.append(first[last] - starts[before] if cut else count)
+    return Prefixes(prefixes.order, tuple(shared))
+
+
 def _common(one: bytes, other: bytes, size: int) -> int:
     """Return the number of leading tokens, of ``size`` bytes each, that two byte strings share."""
     least, most = 0, min(len(one), len(other)) // size

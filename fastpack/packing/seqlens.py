@@ -275,14 +275,10 @@ class PackedSeqLens:
         Attention then takes and returns ``[U, heads, dim]``, where U counts the kept tokens. A policy and its reference
         model may get the same object, and then share the result.
 
-        Raises:
-            PackingError: the batch has blocks of tokens that see later ones, whose states depend on what follows.
+        Args:
+            prefixes: the prefixes; in a batch with blocks (:attr:`two_way`) they cut none of these
+                (:func:`fastpack.packing.prefixes.without_cut_blocks`).
         """
-        if self.two_way is not None:
-            raise PackingError(
-                "prefixes can't be shared in a batch with image blocks: tokens of a block see later ones, so equal "
-                "beginnings may have different states. Run it with all of its tokens."
-            )
 
         def build() -> PackedSeqLens:
             copies = prefixes.copies(self.lengths, self.cu_seqlens.device)

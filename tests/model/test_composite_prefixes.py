@@ -24,7 +24,7 @@ from fastpack.exactness.image_text import (
 from fastpack.model import prefix_sharing
 from fastpack.packing.fingerprints import fingerprints
 
-MODELS = ("qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm", "mistral3")
+MODELS = ("qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm", "mistral3", "gemma3", "gemma4")
 BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
 Row = dict[str, Tensor]
@@ -75,6 +75,27 @@ def test_images_and_prompts_in_common_run_once(model_type: str) -> None:
         assert stats.images == 0
     else:
         assert (stats.images, stats.images_saved) == (3 * 9, 3 * 5)
+
+
+def prefixed(prefix: int, answer: int, seed: int) -> Row:
+    """Return a text row of PaliGemma, whose prefix is one block; all prefixes begin alike."""
+    ids = torch.randint(10, 90, (1, prefix + answer), generator=torch.Generator().manual_seed(seed))
+    ids[0, :prefix] = torch.arange(20, 20 + prefix)
+    return {"input_ids": ids, "token_type_ids": (torch.arange(prefix + answer) >= prefix).long()[None]}
+
+
+def test_a_block_is_shared_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_image_text("paligemma").train()
+    rows = [prefixed(6, 3, 1), prefixed(4, 5, 2), prefixed(6, 2, 3)]
+    alone = results(model, rows)
+    fastpack.patch(model, share_prefixes="auto")
+    with text_tokens(model) as counts:
+        assert max(off(results(model, [batch_of(model, rows)]), alone)) <= BOUND
+    assert counts == [26 - 6], "the shorter prefix ends in another's block"
+    monkeypatch.setattr(prefix_sharing, "without_cut_blocks", lambda prefixes, *_: prefixes)
+    with text_tokens(model) as counts:
+        assert off(results(model, [batch_of(model, rows)]), alone)[0] > 3 * BOUND
+    assert counts == [26 - 6 - 4]
 
 
 def test_by_ids_alone_the_comparison_fails(monkeypatch: pytest.MonkeyPatch) -> None:

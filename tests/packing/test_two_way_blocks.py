@@ -16,7 +16,7 @@ from fastpack import PackedSeqLens, PackingError
 from fastpack.cuda_graphs.runner import why_not_this_call
 from fastpack.exactness.tiny import build_tiny
 from fastpack.model.prefix_sharing import PrefixSharing
-from fastpack.packing.prefixes import find_prefixes
+from fastpack.packing.prefixes import Prefixes, without_cut_blocks
 from fastpack.packing.two_way import TwoWay, TwoWayBlocks, seen_ranges
 
 batches = st.lists(st.lists(st.integers(-1, 1), min_size=1, max_size=9), min_size=1, max_size=5)
@@ -120,7 +120,7 @@ def test_bucket_padding_has_no_blocks() -> None:
 
 
 def test_prefixes_are_not_shared() -> None:
-    """A token of a block depends on what follows it."""
+    """A token of a block depends on what follows it, and ids alone don't say what that is."""
     ids = torch.tensor([[5, 6, 7, 5, 6, 8]])
     model = build_tiny("llama")
     for two_way, shared in ((True, False), (False, True)):
@@ -129,8 +129,29 @@ def test_prefixes_are_not_shared() -> None:
         result = sharing.serve(model.model, {"input_ids": ids}, packed.flattened())
         assert (result.shared is not None) == shared
         assert ("tokens of images see later ones" in sharing.describe()) != shared
-    with pytest.raises(PackingError, match="image blocks"):
-        packed_with([[-1, 0, 0], [-1, 0, 0]]).share(find_prefixes([3, 3], ids[0]))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "shared"),
+    [
+        (([-1, 0, 0, -1], [-1, 0, 0, -1]), 4),
+        (([-1, 0, 0, -1], [-1, 0, 0, -1, 5]), 4),
+        (([-1, -1, 0, 0], [-1, -1, 0, 0, 0]), 2),
+        (([0, 0, 0, 0, 0], [0, 0, 0, 0]), 0),
+        (([-1, -1, -1, 0, 0], [-1, -1, -1, 0]), 3),
+        (([-1, -1, -1, -1], [-1, -1, -1, 0, 0]), 3),
+    ],
+)
+def test_a_prefix_ends_before_a_block_that_it_would_cut(blocks: tuple[list[int], list[int]], shared: int) -> None:
+    packed = packed_with([*blocks])
+    assert packed.two_way is not None
+    prefixes = Prefixes((0, 1), (0, 4))
+    cut = without_cut_blocks(prefixes, packed.lengths, packed.two_way.first.tolist(), packed.two_way.end.tolist())
+    assert cut.shared == (0, shared)
+    turned = without_cut_blocks(
+        Prefixes((1, 0), (0, 4)), packed.lengths, packed.two_way.first.tolist(), packed.two_way.end.tolist()
+    )
+    assert turned.shared == (0, shared)
 
 
 def test_nothing_is_recorded() -> None:

@@ -105,7 +105,7 @@ def test_other_pixels_give_other_losses(tmp_path: Path) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rloo"])
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava", "internvl"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava", "gemma3"])
 def test_images_and_prompts_in_common_run_once(kind: str, model_type: str, tmp_path: Path) -> None:
     data = examples(kind, images=ONE_EACH)
     model = fastpack.patch(policy(model_type), share_prefixes="auto")
