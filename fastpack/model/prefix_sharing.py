@@ -75,18 +75,20 @@ class PrefixSharing:
 
     Attributes:
         least_saved: the share of tokens that sharing must save, from 0 to 1.
+        never: why no batch can share prefixes, only images; None if batches can.
         stats: the counts for the report.
         knows_features: whether the layout of a composite's image features is known, as far as batches have shown.
     """
 
     least_saved: float = LEAST_SAVED
+    never: str | None = None
     stats: SharingStats = field(default_factory=SharingStats)
     knows_features: bool = True
     _probabilities: dict[type, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings alone."""
-        return PrefixSharing, (self.least_saved,)
+        return PrefixSharing, (self.least_saved, self.never)
 
     def serve(
         self,
@@ -145,6 +147,8 @@ class PrefixSharing:
         self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens, compared: Sequence[str]
     ) -> str | None:
         """Return why this batch can't share prefixes, or None; ``compared`` arguments are no reason."""
+        if self.never is not None:
+            return self.never
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         if packed.two_way is not None and not compared:

@@ -130,7 +130,8 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> PatchPla
 
 def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions) -> PatchPlan:
     """Plan a patch of a model that is already recognised."""
-    _refuse_options(options, recognised)
+    not_shared = None if options.share_prefixes is None else sharing_rejects(recognised.backbone, recognised.family)
+    _refuse_options(options, recognised, None if hasattr(type(parts.composite), GET_IMAGE_FEATURES) else not_shared)
     backbone, family, specs = recognised.backbone, recognised.family, recognised.specs
     own = {module: own_class(module, family) or "" for module in backbone.modules()}
     mixing_names = (*family.attention, *family.mixers)
@@ -139,7 +140,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     mixing_specs = {
         id(m): family.mixers.get(name, _mixing_spec(m, recognised)) for m, name in own.items() if name in mixing_names
     }
-    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite)
+    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite, not_shared)
     around, skipped = _plan_model(parts, recognised, runtime, options)
     attentions = [module for module, name in own.items() if name in family.attention]
     refuse_misplaced(backbone, mixing_specs, mask_maker(parts.composite))
@@ -163,8 +164,8 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     )
 
 
-def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
-    """Raise if this model can't meet the options ``strict`` or ``share_prefixes``."""
+def _refuse_options(options: PatchOptions, recognised: Recognised, not_shared: str | None) -> None:
+    """Raise if this model can't meet ``strict``, or ``share_prefixes`` for the reason ``not_shared``."""
     family, specs = recognised.family, recognised.specs
     fast = family.tier == "fast" and all(name in specs for name in family.attention)
     tier = "varlen" if family.tier == "fast" and not fast else family.tier
@@ -173,7 +174,6 @@ def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
             f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
         )
         raise PatchError(f"strict=True, but not every layer is on the fast tier: {why}.")
-    not_shared = None if options.share_prefixes is None else sharing_rejects(recognised.backbone, family)
     if not_shared is not None:
         raise PatchError(
             f"share_prefixes={options.share_prefixes!r} can't be exact for {type(recognised.backbone).__name__}: "
@@ -182,9 +182,13 @@ def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
 
 
 def _make_runtime(
-    recognised: Recognised, options: PatchOptions, mixing_specs: Mapping[int, MixingSpec], composite: Any = None
+    recognised: Recognised,
+    options: PatchOptions,
+    mixing_specs: Mapping[int, MixingSpec],
+    composite: Any,
+    not_shared: str | None,
 ) -> ModelRuntime:
-    """Make the runtime that the replacements share, from the options."""
+    """Make the runtime that the replacements share, from the options; ``not_shared`` says why prefixes can't be."""
     backbone = recognised.backbone
     # an unknown forward of a layer may drop the packing keyword, and the mask with it
     context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
@@ -206,7 +210,7 @@ def _make_runtime(
         ),
         graphs=graphs,
         offload=offload,
-        sharing=PrefixSharing() if options.share_prefixes == "auto" else None,
+        sharing=PrefixSharing(never=not_shared) if options.share_prefixes == "auto" else None,
         composite=composite,
     )
 

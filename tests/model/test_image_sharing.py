@@ -143,6 +143,25 @@ def test_towers_that_draw_or_mix_run_on_every_image() -> None:
     assert (count(drawn), count(mixed), count(build_image_text("internvl").train())) == (0, 0, 2)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("model_type", ["qwen3_5", "lfm2_vl"])
+def test_images_alone_are_shared_where_prefixes_cannot_be(model_type: str) -> None:
+    model = build_image_text(model_type).train()
+    rows = answers(samples(model)[0], (3, 4), 0)
+    alone = results(model, rows)
+    fastpack.patch(model, share_prefixes="auto")
+    seen = patches_seen(model)
+    logits, grads = off(results(model, [batch_of(model, rows)]), alone)
+    assert logits <= BOUND
+    assert grads <= GRADIENT_BOUND
+    assert seen == [len(rows[0]["pixel_values"])]
+    stats = sharing(model).stats
+    assert (stats.images, stats.images_saved, stats.shared) == (2, 1, 0)
+    assert "mix tokens too" in next(iter(stats.whole))
+    with pytest.raises(fastpack.PatchError, match="can't be exact"):
+        fastpack.patch(build_image_text(model_type).model.language_model, share_prefixes="auto")
+
+
 def test_a_strange_layout_is_not_tried_again() -> None:
     model = build_image_text("internvl").train()
     rows = answers(samples(model)[0], (3, 4), 0)
