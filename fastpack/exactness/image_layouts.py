@@ -31,6 +31,9 @@ class Layout:
         around: The names of the settings with the ids of the tokens before and after each image; empty for none.
         masked: Whether each row has a mask, without which the model does not compute the positions of its images.
         required: Whether each row needs an image, since the model can't run without.
+        single: Whether a row has one image at most.
+        along: The dimensions along which inputs are concatenated, by name, if not the first.
+        indices: The names of inputs that hold places in the list of all patches, which shift where images are joined.
     """
 
     image: Callable[[Any, Size, torch.Generator], Pixels]
@@ -39,6 +42,9 @@ class Layout:
     around: tuple[str, str] = ("", "")
     masked: bool = False
     required: bool = False
+    single: bool = False
+    along: Mapping[str, int] | None = None
+    indices: tuple[str, ...] = ()
 
 
 def square(config: Any, _: Size, generator: torch.Generator) -> Pixels:
@@ -163,3 +169,48 @@ def patches_of_one_size(config: Any, _: Size, generator: torch.Generator) -> Pix
     """Return the patches of an image of the model's one size: ``pixel_values [1, P, C p p]``."""
     count = (config.image_size // config.patch_size) ** 2
     return {"pixel_values": torch.rand(1, count, CHANNELS * config.patch_size**2, generator=generator) + 0.1}
+
+
+def token_squares(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return the squares of an image's tokens, ``pixel_values [n, h, w, C]``, ``image_grid_thw [1, 3]`` in tokens."""
+    side = config.vision_config.patch_size * _merged(config.vision_config)
+    pixels = torch.randn(size[0] * size[1], side, side, CHANNELS, generator=generator)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *size]])}
+
+
+def grid_of_two_axes(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return a :func:`grid` without time, whose size is ``image_grid_hw [1, 2]``."""
+    side = config.vision_config.patch_size
+    height, width = (round(length / config.downsample_ratio) for length in size)
+    pixels = torch.randn(height * width, CHANNELS * side**2, generator=generator)
+    return {"pixel_values": pixels, "image_grid_hw": torch.tensor([[height, width]])}
+
+
+def target_sizes(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image whose patches stand in one line: ``pixel_values [1, C, p, P p]``, ``target_sizes [1, 2]``."""
+    side = config.vision_config.patch_size
+    height, width = (4 * length for length in size)
+    pixels = torch.randn(1, CHANNELS, side, height * width * side, generator=generator)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor([[height, width]])}
+
+
+def pooled_crops(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return the patches of one crop, and which of them each token pools.
+
+    These are ``pixel_values [1, P, C p p]``, ``image_token_pooling [n, 4]``, and ``image_grids [1, 4]`` in tokens.
+    """
+    vision = config.vision_config
+    side = vision.image_size[0] // vision.patch_size
+    pixels = torch.rand(1, side**2, CHANNELS * vision.patch_size**2, generator=generator) + 0.1
+    blocks = torch.arange(side**2).view(side // 2, 2, side // 2, 2).transpose(1, 2)
+    grids = torch.tensor([[side // 2, side // 2, 0, 0]])
+    return {"pixel_values": pixels, "image_token_pooling": blocks.reshape(-1, 4), "image_grids": grids}
+
+
+def placed_tokens(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return the pixels of each token, ``pixel_values [1, n, C w w]``, with places as :func:`placed_patches` has."""
+    vision = config.vision_config
+    side = vision.patch_size * vision.pooling_kernel_size
+    pixels = torch.rand(1, size[0] * size[1], CHANNELS * side**2, generator=generator)
+    places = torch.cartesian_prod(torch.arange(size[0]), torch.arange(size[1])).flip(-1)
+    return {"pixel_values": pixels, "image_position_ids": places[None]}

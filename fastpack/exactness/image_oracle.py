@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastpack.exactness.expert_choices import Choices, choosers_of, recorded, replayed
 from fastpack.exactness.image_settings import PREFIX_TYPES
-from fastpack.exactness.image_text import Row, batch_of, flat_of, samples
+from fastpack.exactness.image_text import TOKEN_TYPES, Row, batch_of, flat_of, layout_of, samples
 from fastpack.exactness.oracle import LEAKS, checkpointed, finer_copy, run_batches
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare
 from fastpack.exactness.verification import Check, Verification
@@ -37,8 +37,11 @@ def without_boundaries(model: Any, rows: Sequence[Row]) -> dict[str, Any]:
     tokens = batch["input_ids"].shape[1]
     text, *axes = _axes(batch["position_ids"])
     places = torch.arange(tokens).view_as(text)
-    if model.config.model_type in PREFIX_TYPES:  # a sequence has one prefix
-        batch["token_type_ids"][:, batch["packed_seq_lens"][0] :] = 1
+    has_prefix = model.config.model_type in PREFIX_TYPES
+    if has_prefix or layout_of(model).single:  # a sequence has one prefix, or one image
+        for name in TOKEN_TYPES:
+            if name in batch:
+                batch[name][:, batch["packed_seq_lens"][0] :] = int(has_prefix)
     return {**batch, "position_ids": _joined([places, *axes]), "packed_seq_lens": [tokens]}
 
 

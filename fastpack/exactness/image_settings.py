@@ -13,12 +13,17 @@ from fastpack.exactness.image_layouts import (
     frames,
     grid,
     grid_of_squares,
+    grid_of_two_axes,
     grid_with_sizes,
     patches_of_one_size,
     placed_patches,
+    placed_tokens,
+    pooled_crops,
     spatial_shapes,
     square,
+    target_sizes,
     tile,
+    token_squares,
     two_resolutions,
     whole_tile,
     with_question,
@@ -54,6 +59,31 @@ LLAMA4_TOWER: dict[str, Any] = {
     **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), HIDDEN),
     "intermediate_size": 4 * HIDDEN,
 }
+MINICPM: dict[str, Any] = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "insert_layer_id": 0,
+    "vision_config": {"insert_layer_id": 0},
+}
+DOTS3_ADAPTER: dict[str, Any] = {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN}
+INKLING2: dict[str, Any] = {
+    "vision_config": {"text_hidden_size": HIDDEN, "projection_hidden_dim": HIDDEN, "posemb_grid_size": 8}
+}
+MOLMO2: dict[str, Any] = {
+    "image_patch_id": VOCAB - 1,
+    "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
+    "adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": HIDDEN},
+}
+MUSE: dict[str, Any] = {
+    "projector_hidden_size": HIDDEN,
+    "out_hidden_size": 4 * HIDDEN,
+    "vision_config": {"layer_types": ["window_attention", "full_attention"]},
+}
+PINPOINTS: dict[str, Any] = {
+    "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]],
+    "vision_feature_layer": -1,
+}
+GRANITE4: dict[str, Any] = {**PINPOINTS, "downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [-1, 1]]}
 SAM: dict[str, Any] = {
     "image_size": 128,
     "patch_size": 16,
@@ -65,16 +95,17 @@ SAM: dict[str, Any] = {
 }
 HIGH_RES = {name: value for name, value in SAM.items() if name != "downsample_channels"}
 QFORMER: dict[str, Any] = {"image_token_index": VOCAB - 1, "num_query_tokens": 4}
-PINPOINTS: dict[str, Any] = {
-    "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]],
-    "vision_feature_layer": -1,
-}
-TWO_KINDS: dict[str, Any] = {"layer_types": ["window_attention", "full_attention"]}
 NEEDS: Mapping[str, Mapping[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": QFORMER,
+    "cohere_compass": DEEPSTACK,
     "cosmos3_omni": {"text_config": MROPE, **DEEPSTACK},
+    "deepseek_ocr2": {"vision_config": {"sam_config": SAM}},
     "deepseek_vl_hybrid": {"high_res_vision_config": HIGH_RES},
+    "dots3_note": {
+        "vision_config": {**DOTS3_ADAPTER, "mlp_layer_types": ["dense", "sparse"], "num_local_experts": 4},
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+    },
     "exaone4_5": QWEN2_5_TOWER,
     "fuyu": {"image_size": 16, "patch_size": 8},
     "gemma3": GEMMA3,
@@ -82,12 +113,17 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "glm46v": GLM4V,
     "glm4v": GLM4V,
     "glm4v_moe": GLM4V,
+    "glm5_next": {"vision_config": {"projection_intermediate_size": FFN}},
     "glm_ocr": GLM4V,
     "glmga": GLM4V,
+    "granite4_vision": GRANITE4,
     "granite_docling": {"vision_config": {"scale_factor": 2, "deepstack_visual_indexes": [0, 1]}},
     "hunyuan_vl": {"text_config": FOUR_AXES, "vision_config": {"text_hidden_size": HIDDEN, "max_image_size": 64}},
+    "hy_v4_vl": {"vision_config": {"max_image_size": 64}},
     "hyperclovax_vision_v2": QWEN2_5_TOWER,
     "idefics3": {"scale_factor": 2},
+    "inkling2": INKLING2,
+    "inkling2_loop": INKLING2,
     "instructblip": QFORMER,
     "instructblipvideo": {"video_token_index": VOCAB - 1, "num_query_tokens": 4},
     "internvl": {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
@@ -98,7 +134,18 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "llava_next": PINPOINTS,
     "llava_next_video": PINPOINTS,
     "llava_onevision": PINPOINTS,
-    "muse_glimmer": {"projector_hidden_size": HIDDEN, "out_hidden_size": 4 * HIDDEN, "vision_config": TWO_KINDS},
+    "minicpm_ocr": MINICPM,
+    "minicpmv4_6": MINICPM,
+    "minicpmv4_7": MINICPM,
+    "molmo2": MOLMO2,
+    "muse_glimmer": MUSE,
+    "muse_spark": {**MUSE, "audio_config": {"num_hidden_layers": 4}},
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 64, "patch_dim": 48, "video_patch_dim": 96},
+        "vision_hidden_size": HIDDEN,
+        "projector_hidden_size": HIDDEN,
+        "image_token_id": VOCAB - 1,
+    },
     "paddleocr_vl": {"text_config": MROPE},
     "paligemma": {"projection_dim": HIDDEN, "hidden_size": HIDDEN},
     "qwen2_5_omni_thinker": {**OMNI, **QWEN2_5_TOWER},
@@ -116,34 +163,47 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings by model type that a tiny model needs beside :data:`VISION`."""
 
-WITH: Mapping[str, tuple[str, ...]] = {"gemma4": ("vision_config",)}
+WITH: Mapping[str, tuple[str, ...]] = {"gemma4": ("vision_config",), "gemma4_unified": ("vision_config",)}
 """Sub-configs by model type that the default config leaves out, image towers for example."""
 
 SQUARE, GRID, SIZED, TILES = Layout(square), Layout(grid), Layout(any_size), Layout(tile, per_row=True)
 BETWEEN = Layout(grid, around=("vision_start_token_id", "vision_end_token_id"), masked=True)
+LINE = Layout(target_sizes, along={"pixel_values": 3})
+PLACED = Layout(placed_patches, padding={"image_position_ids": -1})
 LAYOUTS: Mapping[str, Layout] = {
     "aria": SQUARE,
     "aya_vision": SQUARE,
     "blip-2": Layout(square, required=True),
     "cohere2_vision": SQUARE,
+    "cohere_compass": GRID,
+    "cosmos3_edge": GRID,
     "cosmos3_omni": GRID,
+    "deepseek_ocr2": SQUARE,
     "deepseek_vl": SQUARE,
     "deepseek_vl_hybrid": Layout(two_resolutions),
+    "dots3_note": GRID,
+    "ernie4_5_vl_moe": GRID,
     "exaone4_5": GRID,
     "fuyu": Layout(patches_of_one_size),
     "gemma3": SQUARE,
-    "gemma4": Layout(placed_patches, padding={"image_position_ids": -1}),
+    "gemma4": PLACED,
+    "gemma4_unified": Layout(placed_tokens, padding={"image_position_ids": -1}),
     "glm46v": GRID,
     "glm4v": GRID,
     "glm4v_moe": GRID,
+    "glm5_next": GRID,
     "glm_ocr": GRID,
     "glmga": GRID,
     "got_ocr2": SQUARE,
+    "granite4_vision": Layout(any_resolution),
     "granite_docling": Layout(whole_tile, per_row=True),
     "hunyuan_vl": GRID,
+    "hy_v4_vl": GRID,
     "hyperclovax_vision_v2": GRID,
     "idefics2": TILES,
     "idefics3": TILES,
+    "inkling2": Layout(token_squares),
+    "inkling2_loop": Layout(token_squares),
     "instructblip": Layout(with_question, required=True),
     "instructblipvideo": Layout(frames, required=True),
     "internvl": SQUARE,
@@ -157,10 +217,16 @@ LAYOUTS: Mapping[str, Layout] = {
     "llava_next": Layout(any_resolution),
     "llava_next_video": Layout(any_resolution),
     "llava_onevision": Layout(any_resolution),
+    "minicpm_ocr": LINE,
+    "minicpmv4_6": LINE,
+    "minicpmv4_7": LINE,
     "minimax_m3_vl": GRID,
     "mistral3": SIZED,
     "mistral_large4": SIZED,
+    "molmo2": Layout(pooled_crops, single=True, indices=("image_token_pooling",)),
     "muse_glimmer": GRID,
+    "muse_spark": GRID,
+    "nemotron_h_omni": Layout(grid_of_two_axes),
     "ovis2": SQUARE,
     "paddleocr_vl": Layout(grid_of_squares),
     "paligemma": SQUARE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,12 +137,19 @@ def samples(model: Any, seed: int = 0, rows: Sequence[Sequence[Piece]] = ROWS) -
             return plain_tokens(1, piece, seed=seed)
         return layout.image(model.config, piece, generator)
 
+    rows = [_allowed(layout, row) for row in rows]
     rows = [row for row in rows if not layout.required or any(isinstance(piece, tuple) for piece in row)]
     first = seed * len(rows)
     return [
         row_of(model, [part(piece, len(pieces) * (first + at) + i) for i, piece in enumerate(pieces)])
         for at, pieces in enumerate(rows)
     ]
+
+
+def _allowed(layout: Layout, row: Sequence[Piece]) -> Sequence[Piece]:
+    """Return a row's pieces with as many images as the layout allows."""
+    first = next((at for at, piece in enumerate(row) if isinstance(piece, tuple)), 0)
+    return [piece for at, piece in enumerate(row) if at == first or not layout.single or isinstance(piece, int)]
 
 
 def row_of(model: Any, parts: Sequence[Tensor | Pixels]) -> Row:
@@ -238,6 +246,8 @@ def _tokens_of(model: Any, image: Pixels) -> int:
     with torch.no_grad():
         features = embed(**image, **_features(model, embed), return_dict=True)
     pooled = features.last_hidden_state if features.pooler_output is None else features.pooler_output
+    if pooled is None:  # features of several layers, each with the layer's index
+        pooled = features.deepstack_features[0][1]
     return sum(each.numel() // each.shape[-1] for each in (pooled if isinstance(pooled, (list, tuple)) else [pooled]))
 
 
@@ -263,7 +273,17 @@ def _joined(layout: Layout, parts: Sequence[Pixels], dim: int) -> Pixels:
     if not parts:
         return {}
     values = layout.padding or {}
-    return {name: _padded_cat([part[name] for part in parts], dim, values.get(name, 0)) for name in parts[0]}
+    counts = [part["pixel_values"].flatten(0, -2).shape[0] for part in parts]
+    starts = list(accumulate(counts, initial=0))
+    shifted = [
+        {name: value + start if name in layout.indices else value for name, value in part.items()}
+        for part, start in zip(parts, starts, strict=False)
+    ]
+    dims = layout.along or {}
+    return {
+        name: _padded_cat([part[name] for part in shifted], dims.get(name, dim), values.get(name, 0))
+        for name in parts[0]
+    }
 
 
 def _padded_cat(tensors: Sequence[Tensor], dim: int, value: int) -> Tensor:
