@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fastpack.errors import PatchError
 from fastpack.model.model_runtime import ModelRuntime
 from fastpack.ops.shared_rows import Copies, copies_of, spread
 from fastpack.packing.fingerprints import fingerprints, joined
@@ -67,20 +68,24 @@ def image_features(patched: Replacement[None, ModelRuntime], *args: Any, **kwarg
     if torch.compiler.is_compiling() or not sharing.shares_images(composite) or _mixes_images(composite):
         return patched.stock(*args, **kwargs)
     names = parameters(getattr(type(composite), GET_IMAGE_FEATURES))
-    different = different_images({**dict(zip(names, args, strict=False)), **kwargs})
-    if different is None:
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    images = different_images(arguments)
+    if images is None or len(images.order) == 1 or sharing.knows_features is False:
         return patched.stock(*args, **kwargs)
-    result = repeated(patched.stock(**different.arguments), different)
-    if result is None:
-        sharing.knows_features = False
+    if sharing.knows_features is None:  # the first batch runs whole, and shows how features are laid out
+        result = patched.stock(*args, **kwargs)
+        sharing.knows_features = is_known(result, len(images.order))
+        return result
+    if images.count == len(images.order):
         return patched.stock(*args, **kwargs)
-    sharing.stats.images += len(different.order)
-    sharing.stats.images_saved += len(different.order) - different.count
+    result = repeated(patched.stock(**images.arguments), images)
+    sharing.stats.images += len(images.order)
+    sharing.stats.images_saved += len(images.order) - images.count
     return result
 
 
 def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
-    """Return the different images among these; None if all differ, or it is unknown which values are of which image.
+    """Return the different images among these; None if it is unknown which values are of which image.
 
     Args:
         arguments: the arguments of ``get_image_features`` by name. Either tensors have an entry for each image (or
@@ -88,7 +93,7 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
     pixels, grid = tensors.get(_PIXELS), tensors.get(_GRID)
-    if pixels is None:
+    if pixels is None or not len(pixels):
         return None
     if grid is not None:
         if len(tensors) > 2:
@@ -98,10 +103,8 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
         counts = sizes.prod(-1).tolist()
         if sum(counts) != len(pixels):
             return None
-        keys = [
-            (*size, patches.numpy().tobytes())
-            for size, patches in zip(sizes.tolist(), prints.split(counts), strict=True)
-        ]
+        patches = [each.numpy().tobytes() for each in prints.split(counts)]
+        keys = [(*size, own) for size, own in zip(sizes.tolist(), patches, strict=True)]
     else:
         if any(len(value) != len(pixels) for value in tensors.values()):
             return None
@@ -111,8 +114,6 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
         keys = [(*each,) for each in joined([fingerprints(value) for value in tensors.values()]).tolist()]
     number: dict[Any, int] = {}
     order = [number.setdefault(key, len(number)) for key in keys]
-    if len(number) == len(order):
-        return None
     first = [order.index(each) for each in range(len(number))]
     starts = [*accumulate(counts, initial=0)]
     rows = torch.cat([torch.arange(starts[image], starts[image + 1]) for image in first])
@@ -123,33 +124,54 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
     return DifferentImages({**arguments, **kept}, copies, order)
 
 
-def repeated(result: Any, different: DifferentImages) -> Any:
-    """Return a result for different images with features of all images; None if the features are laid out otherwise."""
+def is_known(result: Any, count: int) -> bool:
+    """Return whether the features of a result for ``count`` images are laid out so that they can be repeated."""
     features, layers = getattr(result, _FEATURES, None), getattr(result, _LAYERS, None)
-    of_all = _repeated(features, different)
-    if of_all is None:
-        return None
+    return _is_by_image(features, count) and all(
+        _is_by_image(layer, count) or _lengths(features, layer) is not None for layer in layers or ()
+    )
+
+
+def repeated(result: Any, images: DifferentImages) -> Any:
+    """Return a result for different images with features of all images.
+
+    Raises:
+        PatchError: the features are laid out otherwise than in the first batch.
+    """
+    features, layers = getattr(result, _FEATURES, None), getattr(result, _LAYERS, None)
+    if not is_known(result, images.count):
+        raise PatchError(
+            f"features of {images.count} images came as {type(features).__name__}, otherwise than in the first batch, "
+            "and can't be repeated for equal images. Leave share_prefixes out."
+        )
     if layers is not None:
-        sizes = [len(each) for each in features] if isinstance(features, list | tuple) else []
-        split = [
-            layer.split(sizes) if isinstance(layer, Tensor) and sum(sizes) == len(layer) else layer for layer in layers
-        ]
-        each_layer = [_repeated(layer, different) for layer in split]
-        if any(layer is None for layer in each_layer):
-            return None
-        pairs = zip(layers, each_layer, strict=True)
-        setattr(result, _LAYERS, [torch.cat(own) if isinstance(layer, Tensor) else own for layer, own in pairs])
-    setattr(result, _FEATURES, of_all)
+        setattr(result, _LAYERS, [_repeated_layer(layer, features, images) for layer in layers])
+    setattr(result, _FEATURES, _repeated(features, images))
     return result
 
 
-def _repeated(features: Any, different: DifferentImages) -> Any:
-    """Return features of the different images for all images: one tensor ``[U, L, H]``, or one of each image."""
+def _is_by_image(features: Any, count: int) -> bool:
+    """Return whether features are one tensor ``[U, L, H]``, or a list with a tensor of each image."""
     if isinstance(features, Tensor):
-        return spread(features, different.copies) if features.ndim > 2 and len(features) == different.count else None
-    if isinstance(features, list | tuple) and len(features) == different.count:
-        return type(features)(features[at] for at in different.order)
-    return None
+        return features.ndim > 2 and len(features) == count
+    return isinstance(features, list | tuple) and len(features) == count
+
+
+def _lengths(features: Any, layer: Any) -> list[int] | None:
+    """Return the tokens of each image in one tensor of all images' tokens, or None."""
+    lengths = [len(each) for each in features] if isinstance(features, list | tuple) else []
+    return lengths if isinstance(layer, Tensor) and sum(lengths) == len(layer) else None
+
+
+def _repeated(features: Any, images: DifferentImages) -> Any:
+    if isinstance(features, Tensor):
+        return spread(features, images.copies)
+    return type(features)(features[at] for at in images.order)
+
+
+def _repeated_layer(layer: Any, features: Any, images: DifferentImages) -> Any:
+    lengths = _lengths(features, layer)
+    return _repeated(layer, images) if lengths is None else torch.cat(_repeated(layer.split(lengths), images))
 
 
 def _mixes_images(composite: nn.Module) -> bool:

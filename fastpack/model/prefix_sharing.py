@@ -77,13 +77,13 @@ class PrefixSharing:
         least_saved: the share of tokens that sharing must save, from 0 to 1.
         never: why no batch can share prefixes, only images; None if batches can.
         stats: the counts for the report.
-        knows_features: whether the layout of a composite's image features is known, as far as batches have shown.
+        knows_features: whether the layout of a composite's image features is known; None before the first images.
     """
 
     least_saved: float = LEAST_SAVED
     never: str | None = None
     stats: SharingStats = field(default_factory=SharingStats)
-    knows_features: bool = True
+    knows_features: bool | None = None
     _probabilities: dict[type, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ class PrefixSharing:
 
     def shares_images(self, composite: ModelLike) -> bool:
         """Return whether equal images of a batch have equal features."""
-        return self.knows_features and next(self._random(composite), None) is None
+        return next(self._random(composite), None) is None
 
     def _pays(self, prefixes: Prefixes, packed: PackedSeqLens) -> bool:
         """Return whether these prefixes save enough tokens."""
