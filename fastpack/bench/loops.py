@@ -140,15 +140,16 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 
 
 class LearnLater(TrainerCallback):
-    """A callback that keeps the learning rate at 0 while variants are compared, since learning multiplies their rounding.
+    """A callback that keeps the learning rate at 0 while variants are compared, since learning multiplies rounding.
 
     On images, Adam's first steps, whose sizes don't depend on the gradients', turn rounding in the image tower into
     differences of 2 % in the gradients' norm by the third step.
 
-    In DPO, a reward is beta times the difference of two log-probabilities near -7,000 (700 tokens, random weights). Each is a
-    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all, the
-    rounding leaves noise of some hundredths in a loss of 0.7, and noise of a sixth in the gradients' norm. While policy
-    and reference are the same computation, they round alike: the norms of stock and patched models agree to 1e-3.
+    In DPO, a reward is beta times the difference of two log-probabilities near -7,000 (700 tokens, random weights).
+    Each is a sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all,
+    the rounding leaves noise of some hundredths in a loss of 0.7, and noise of a sixth in the gradients' norm. While
+    policy and reference are the same computation, they round alike: the norms of stock and patched models agree to
+    1e-3.
     """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
