@@ -191,6 +191,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
         LINEAR,
         indexer_types=["full", "full", "shared", "full"],
         mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+        swiglu_limit=1.0,
     ),
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
     "glm_ocr_text": MROPE,

@@ -22,7 +22,7 @@ from fastpack.exactness.inputs import LENGTHS
 from fastpack.exactness.tiny import AFTER_PLAIN, FIRST_PLAIN, SPREAD, shrink
 
 ACTING = {
-    **{"softcap": 1.0, "softcapping": 1.0, "clip_qkv": 0.5, "eps": 0.05, "epsilon": 0.05},
+    **{"softcap": 1.0, "softcapping": 1.0, "clip_qkv": 0.5, "limit": 0.5, "eps": 0.05, "epsilon": 0.05},
     "attention_multiplier": HEAD_DIM**-0.5,  # with a larger one, scores are so far apart that rounding is blown up
 }
 """Values of float settings, by their name or its last word, that are large enough to have an effect."""

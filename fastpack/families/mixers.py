@@ -119,7 +119,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "Glm5NextTextAttention": MixerSpec("real", carried="prev_topk_indices"),
             "Glm5NextTextLinearAttention": _KDA,
         },
-        fast=named("Glm5NextText", **LLAMA_PARTS),
+        fast=named("Glm5NextText", RMSNorm=LLAMA_NORM),  # its MLP clamps
         routers=("Glm5NextTextTopkRouter",),
     ),
     Family(

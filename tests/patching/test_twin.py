@@ -31,6 +31,7 @@ from fastpack.exactness.tiny import build_tiny, model_class, model_types
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
 from fastpack.families import lock
 from fastpack.families.registry import FAMILIES
+from fastpack.families.shared_specs import LLAMA_MLP
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.model.unwrap import find_parts
 from fastpack.patching import plan
@@ -173,6 +174,14 @@ def test_every_field_of_every_spec_is_tried() -> None:
 def test_every_row_by_default_is_in_the_table() -> None:
     assert {*BY_DEFAULT} <= {wrong.name for wrong in WRONG}
     assert len({wrong.name for wrong in WRONG}) == len(WRONG)
+
+
+def test_a_limit_that_few_values_reach_is_seen() -> None:
+    """GLM 5.3's MLP is like Llama's but for a limit of 10."""
+    backbone = text_model("glm5_next_text")
+    backbone.config.swiglu_limit = 10.0
+    (reason,) = match_by_twin(backbone, FAMILIES["glm5_next_text"], {"Glm5NextTextMLP": LLAMA_MLP}).values()
+    assert reason
 
 
 def test_the_wrong_class_is_named_and_the_others_match() -> None:
