@@ -214,3 +214,28 @@ def placed_tokens(config: Any, size: Size, generator: torch.Generator) -> Pixels
     pixels = torch.rand(1, size[0] * size[1], CHANNELS * side**2, generator=generator)
     places = torch.cartesian_prod(torch.arange(size[0]), torch.arange(size[1])).flip(-1)
     return {"pixel_values": pixels, "image_position_ids": places[None]}
+
+
+def of_resolution(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return an image of its tokenizer's one size: ``pixel_values [1, C, h, w]``."""
+    side = config.vq_config.resolution
+    return {"pixel_values": torch.randn(1, CHANNELS, side, side, generator=generator)}
+
+
+def tokenized(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return an image of its own size, two pixels a token, for a tokenizer; the rest is as in :func:`any_size`."""
+    height, width = (2 * side for side in size)
+    pixels = torch.randn(1, CHANNELS, height, width, generator=generator)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+
+
+def tokenized_alike(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return a :func:`tokenized` image of one size, for a tokenizer that sees the padding of smaller images."""
+    return tokenized(config, (2, 2), generator)
+
+
+def numbered_patches(config: Any, _: Size, generator: torch.Generator) -> Pixels:
+    """Return four patches, each behind its row and column: ``flattened_patches [1, 4, 2 + patch]``."""
+    patches = torch.rand(4, config.vision_config.patch_embed_hidden_size, generator=generator) + 0.1
+    places = torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0]])
+    return {"flattened_patches": torch.cat([places, patches], dim=1)[None]}

@@ -86,12 +86,12 @@ class ImageOracle:
 
         Errors from building or running the stock model in float32 are raised unchanged.
         """
-        model: Any = build(torch.float32)
+        model: Any = _settled(build(torch.float32))
         rows = samples(model)
         with recorded(choosers_of(model, routers)) as chosen:
             alone = _run_alone(model, rows)
         try:
-            wide = finer_copy(build, model, torch.float64)
+            wide = _settled(finer_copy(build, model, torch.float64))
             with replayed(choosers_of(wide, routers), chosen()):
                 own = compare(alone, _run_alone(wide, [_wide(row) for row in rows])).of_tensors
         except (RuntimeError, TypeError):  # some models raise for a dtype that their own forward does not expect
@@ -126,9 +126,17 @@ class ImageOracle:
     def error(self, model: Any, make: Make) -> Error:
         """Return the errors of a batch, made from the rows, against the rows alone."""
         with keeping_positions(model), replayed(choosers_of(model, self.routers), self.choices):
-            batch = make(model, self.rows)
+            batch = make(_settled(model), self.rows)
             result = run_batches(model, [(batch, [_ids(row) for row in self.rows])])
         return compare(result, self.alone)
+
+
+def _settled(model: Any) -> Any:
+    """Return the model, whose batch norms use their own statistics: in training those of a batch mix all its images."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    return model
 
 
 def _run_alone(model: nn.Module, rows: Sequence[Row]) -> Result:

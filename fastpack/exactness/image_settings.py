@@ -15,6 +15,8 @@ from fastpack.exactness.image_layouts import (
     grid_of_squares,
     grid_of_two_axes,
     grid_with_sizes,
+    numbered_patches,
+    of_resolution,
     patches_of_one_size,
     placed_patches,
     placed_tokens,
@@ -24,6 +26,8 @@ from fastpack.exactness.image_layouts import (
     target_sizes,
     tile,
     token_squares,
+    tokenized,
+    tokenized_alike,
     two_resolutions,
     whole_tile,
     with_question,
@@ -95,9 +99,46 @@ SAM: dict[str, Any] = {
 }
 HIGH_RES = {name: value for name, value in SAM.items() if name != "downsample_channels"}
 QFORMER: dict[str, Any] = {"image_token_index": VOCAB - 1, "num_query_tokens": 4}
+VQ: dict[str, Any] = {
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+    "embed_dim": 32,
+    "latent_channels": 32,
+    "attn_resolutions": [],
+}
+"""A small image tokenizer, which halves the sides of an image once."""
+CODES = 8
+CHAMELEON: dict[str, Any] = {
+    "vq_config": {**VQ, "resolution": 8, "num_embeddings": CODES},
+    "vocabulary_map": {"<image>": VOCAB - 1, **{f"IMGIMG{chr(65 + code)}Z": 40 + code for code in range(CODES)}},
+}
+EMU3: dict[str, Any] = {
+    "vq_config": {
+        **VQ,
+        "latent_channels": 4,
+        "embed_dim": 4,
+        "codebook_size": CODES,
+        "temporal_downsample_factor": 1,
+        "hidden_size": 32,
+    },
+    "vocabulary_map": {
+        "<image>": VOCAB - 1,
+        "<|extra_200|>": 39,
+        **{f"<|visual token {code:06d}|>": 40 + code for code in range(CODES)},
+    },
+}
+APERTUS1P5: dict[str, Any] = {
+    "vision_config": {**VQ, "codebook_size": CODES},
+    "audio_config": {"codebook_dim": HIDDEN, "codebook_size": CODES},
+    "image_token_offset": 40,
+    "audio_token_offset": 40 + CODES,
+}
 NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "apertus1p5": APERTUS1P5,
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "blip-2": QFORMER,
+    "chameleon": CHAMELEON,
     "cohere_compass": DEEPSTACK,
     "cosmos3_omni": {"text_config": MROPE, **DEEPSTACK},
     "deepseek_ocr2": {"vision_config": {"sam_config": SAM}},
@@ -106,6 +147,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {**DOTS3_ADAPTER, "mlp_layer_types": ["dense", "sparse"], "num_local_experts": 4},
         "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
     },
+    "emu3": EMU3,
     "exaone4_5": QWEN2_5_TOWER,
     "fuyu": {"image_size": 16, "patch_size": 8},
     "gemma3": GEMMA3,
@@ -128,6 +170,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "instructblipvideo": {"video_token_index": VOCAB - 1, "num_query_tokens": 4},
     "internvl": {"vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
     "kimi_k25": {"vision_config": {"pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": HIDDEN},
+    "kosmos-2": {"latent_query_num": 4},
+    "kosmos-2.5": {"latent_query_num": 4, "vision_config": {"patch_embed_hidden_size": 12, "max_num_patches": 8}},
     "lfm2_vl": {"projector_hidden_size": HIDDEN},
     "llama4": {"vision_config": LLAMA4_TOWER},
     "llava": {"vision_feature_layer": -1},
@@ -171,9 +215,11 @@ BETWEEN = Layout(grid, around=("vision_start_token_id", "vision_end_token_id"), 
 LINE = Layout(target_sizes, along={"pixel_values": 3})
 PLACED = Layout(placed_patches, padding={"image_position_ids": -1})
 LAYOUTS: Mapping[str, Layout] = {
+    "apertus1p5": Layout(tokenized),
     "aria": SQUARE,
     "aya_vision": SQUARE,
     "blip-2": Layout(square, required=True),
+    "chameleon": Layout(of_resolution),
     "cohere2_vision": SQUARE,
     "cohere_compass": GRID,
     "cosmos3_edge": GRID,
@@ -182,6 +228,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "deepseek_vl": SQUARE,
     "deepseek_vl_hybrid": Layout(two_resolutions),
     "dots3_note": GRID,
+    "emu3": Layout(tokenized_alike),
     "ernie4_5_vl_moe": GRID,
     "exaone4_5": GRID,
     "fuyu": Layout(patches_of_one_size),
@@ -209,6 +256,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "internvl": SQUARE,
     "janus": SQUARE,
     "kimi_k25": Layout(grid_of_squares),
+    "kosmos-2": Layout(square, required=True),
+    "kosmos-2.5": Layout(numbered_patches),
     "lfm2_vl": Layout(spatial_shapes),
     "lfm3_vl": GRID,
     "lighton_ocr": SIZED,
@@ -251,6 +300,9 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 """The layout of each model type's images. Types without one can't be sampled yet."""
 
+TEXT_ALONE = frozenset({"mistral4"})
+"""The types whose class in the mapping takes no images."""
+
 PREFIX_TYPES = frozenset({"paligemma"})
 """The types whose token types are 0 in the prefix, up to two tokens after the last image, and 1 in the answer."""
 
@@ -260,6 +312,7 @@ NOT_BUILT: Mapping[str, str] = {
     "fast_vlm": TIMM,
     "florence2": NO_DECODER,
     "gemma3n": TIMM,
+    "inkling_mm_model": "its image tower needs scipy, which fastpack does not install",
     "perception_lm": TIMM,
     "pix2struct": NO_DECODER,
     "pp_formulanet": NO_DECODER,
@@ -269,7 +322,11 @@ NOT_BUILT: Mapping[str, str] = {
 }
 """The types that can't be built tiny, or are no decoders, and why."""
 
-FAILS: Mapping[str, tuple[tuple[int, int], str]] = {
-    "llama4": ((5, 24), "its stock forward reads an attribute that its outputs lack"),
+RELEASES: Mapping[str, str] = {
+    "fuyu": ">=5.18",  # other names of arguments before
+    "granite4_vision": ">=5.18",  # another text model before
+    "llama4": "<5.18",  # from 5.24 on its stock forward reads an attribute that its outputs lack
+    "minicpmv4_6": ">=5.18",  # another layout before
+    "video_llava": ">=5.18",  # other names of arguments before
 }
-"""The types whose stock forward fails, with the first release of transformers where it does, and why."""
+"""The releases of transformers that run a type's tiny model, if not all."""

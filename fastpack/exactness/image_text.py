@@ -13,13 +13,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastpack.exactness.family_settings import HEAD_DIM, TRAITS
+from fastpack.exactness.family_settings import HEAD_DIM, TRAITS, VOCAB
 from fastpack.exactness.image_layouts import Layout, Pixels
-from fastpack.exactness.image_settings import FAILS, LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, VISION, WITH
+from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, RELEASES, VISION, WITH
 from fastpack.exactness.tiny import build, build_tiny, model_types, plain_tokens, small_copy
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ ROWS: Sequence[Sequence[Piece]] = (
 )
 """Rows of pieces: a number of text tokens, or the size of an image in tokens. There are rows with one image, with
 several and with none, and images that are the first or the last of a row."""
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
 PER_TOKEN = ("input_ids", *TOKEN_TYPES)
 MASK = "attention_mask"
 AFTER_IMAGES = 2
@@ -55,9 +55,10 @@ def not_built(model_type: str) -> str | None:
     """Return why a type can't be built tiny or run in this release of transformers, or is no decoder; else None."""
     import transformers
 
-    release, why = FAILS.get(model_type, ((0, 0), None))
-    fails = why is not None and Version(transformers.__version__).release >= release
-    return f"{why}, in transformers {transformers.__version__}" if fails else NOT_BUILT.get(model_type)
+    releases, release = RELEASES.get(model_type, ""), transformers.__version__
+    if not SpecifierSet(releases).contains(release, prereleases=True):
+        return f"its tiny model runs with transformers {releases}, not {release}"
+    return NOT_BUILT.get(model_type)
 
 
 def image_text_class(model_type: str) -> Any:
@@ -233,7 +234,9 @@ def _token_types(config: Any, ids: Tensor) -> Tensor:
 
 def _image_token(config: Any) -> int:
     names = ("image_token_id", "image_token_index", "video_token_index", "image_patch_id")
-    return int(next(getattr(config, name) for name in names if hasattr(config, name)))
+    named = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    mapped = getattr(config, "vocabulary_map", {"<image>": VOCAB - 1})  # some models take any id
+    return int(mapped["<image>"] if named is None else named)
 
 
 def _tokens_of(model: Any, image: Pixels) -> int:
@@ -242,7 +245,8 @@ def _tokens_of(model: Any, image: Pixels) -> int:
     image = {name: value.to(device) for name, value in image.items()}
     # some heads lack the method, or some of its arguments
     methods = ("get_image_features", "get_video_features")
-    embed = next(getattr(m, name) for name in methods for m in (model.base_model, model) if hasattr(m, name))
+    found = [getattr(m, name) for name in methods for m in (model, model.base_model) if hasattr(m, name)]
+    embed = next((each for each in found if _named(each, image).keys() == image.keys()), found[0])
     with torch.no_grad():
         features = embed(**image, **_features(model, embed), return_dict=True)
     pooled = features.last_hidden_state if features.pooler_output is None else features.pooler_output
@@ -273,7 +277,7 @@ def _joined(layout: Layout, parts: Sequence[Pixels], dim: int) -> Pixels:
     if not parts:
         return {}
     values = layout.padding or {}
-    counts = [part["pixel_values"].flatten(0, -2).shape[0] for part in parts]
+    counts = [next(iter(part.values())).flatten(0, -2).shape[0] for part in parts]
     starts = list(accumulate(counts, initial=0))
     shifted = [
         {name: value + start if name in layout.indices else value for name, value in part.items()}

@@ -108,6 +108,7 @@ def run_batches(
         # a backbone alone has no logits
         scores = outputs.logits if "logits" in outputs else outputs.last_hidden_state
         real = unpadded(scores.flatten(0, -2), inputs)
+        real = real.masked_fill(real == torch.finfo(real.dtype).min, 0)  # tokens that a model never predicts
         part = loss_of(outputs, real, sum(map(len, logits)), tokens)
         part.backward()
         loss += part.detach()

@@ -24,7 +24,7 @@ import fastpack
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.image_oracle import ImageOracle
-from fastpack.exactness.image_settings import LAYOUTS
+from fastpack.exactness.image_settings import LAYOUTS, TEXT_ALONE
 from fastpack.exactness.image_text import image_text_types, not_built
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.tiny import model_types
@@ -79,7 +79,7 @@ def modes_of(family: str, task: Task) -> list[str]:
     Mode ``images`` is for names in the image-text mapping, and the others are for models that run on text alone.
     """
     no_text = family in LAYOUTS and LAYOUTS[family].required
-    has_images = family in image_text_types()
+    has_images = family in image_text_types() and family not in TEXT_ALONE
     return [mode for mode in task.modes if (has_images if mode == IMAGES else not no_text)]
 
 
