@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fastpack.families.refused import REFUSED_IMAGES
 from fastpack.families.spec import BlockSpec
 from fastpack.utils.classes import stock_class
 
@@ -40,7 +41,6 @@ class CompositeSpec:
 
 
 _PLAIN = CompositeSpec()
-_CROSS_ATTENTION = "its text model attends to the images of a row in other layers, which is not covered"
 _PREFIX = (
     "without it the stock model attends in both directions if no row is padded, and is causal otherwise. Pass "
     "token_type_ids, 0 in the prefix (images and prompt) and 1 behind it, as its processor does with a suffix."
@@ -54,7 +54,7 @@ COMPOSITES: tuple[CompositeSpec, ...] = (
     CompositeSpec(
         "mllama",
         "MllamaModel",
-        refused_inputs={"pixel_values": _CROSS_ATTENTION, "cross_attention_states": _CROSS_ATTENTION},
+        refused_inputs=dict.fromkeys(("pixel_values", "cross_attention_states"), REFUSED_IMAGES["mllama"]),
     ),
     CompositeSpec("molmo2", "Molmo2Model", blocks=BlockSpec("mm_token_type_ids", one_each=True)),
     CompositeSpec(

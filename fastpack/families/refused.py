@@ -14,3 +14,9 @@ REFUSED: dict[str, str] = {
     "reformer": "in training the length of its rows must be a multiple of its chunks, and it sorts tokens into buckets "
     "at random",
 }
+
+REFUSED_IMAGES: dict[str, str] = {
+    "git": "its images stand before the text of each row, and packed tokens have no rows",
+    "mllama": _BY_ROW,
+}
+"""The families that train on text alone when patched, each with the reason."""

@@ -10,6 +10,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.families.refused import REFUSED_IMAGES
 from fastpack.families.spec import Family, MixerSpec
 from fastpack.layers.read_projection import method_of
 from fastpack.layers.rope_tables import is_served
@@ -135,7 +136,9 @@ def _counts_tokens(cache: object) -> bool:
 
 def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
     """Raise if a batch has images, audio, an encoder's states or arguments about its rows."""
-    for names, why in ({family.row_arguments: _ABOUT_ROWS} | _NOT_COVERED).items():
+    own = REFUSED_IMAGES.get(family.model_type)
+    of_media = {} if own is None else {MEDIA: f"{own}. Send text only, or"}
+    for names, why in ({family.row_arguments: _ABOUT_ROWS} | _NOT_COVERED | of_media).items():
         refused = [name for name in names if arguments.get(name) is not None and name not in family.media]
         if refused:
             raise UnsupportedModelError(

@@ -27,10 +27,9 @@ from fastpack.exactness.image_oracle import ImageOracle
 from fastpack.exactness.image_settings import LAYOUTS, TEXT_ALONE
 from fastpack.exactness.image_text import image_text_types, not_built
 from fastpack.exactness.oracle import Oracle
-from fastpack.exactness.tiny import model_types
+from fastpack.exactness.tiny import model_types, plain_tokens
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
-from fastpack.families.composites import composite_spec
-from fastpack.families.refused import REFUSED
+from fastpack.families.refused import REFUSED, REFUSED_IMAGES
 from fastpack.families.registry import family_of
 from fastpack.families.spec import Family
 from fastpack.model.unwrap import find_parts
@@ -152,28 +151,33 @@ def oracle_of(family: str, setting: Setting) -> Oracle:
 def image_rows(family: str, task: Task) -> Iterator[Row]:
     """Yield a row for each backend: the model on rows with images, or the reason why it takes none.
 
-    All errors of building, patching or running the model may be raised, except for the refusal of a composite's listed
-    inputs. Images are tried in float32.
+    All errors of building, patching or running the model may be raised, except for the refusal of a listed family's
+    images. Images are tried in float32.
     """
     setting = replace(task.setting, dtype="float32")
     if (unbuilt := not_built(family)) is not None:
         yield Row(family, IMAGES, refused=unbuilt)
         return
+    if family in REFUSED_IMAGES:
+        yield _refused_images(family, setting)
+        return
     stock = setting.build_for_images(family)
-    parts = find_parts(stock)
-    row = family_of(parts.backbone)
+    row = family_of(find_parts(stock).backbone)
     build = functools.partial(setting.build_for_images, family)
     oracle = ImageOracle.of(build, () if row is None else row.routers, least=IMAGE_BOUND)
     for backend in _backends(stock, task.backends):
         model = fastpack.patch(setting.build_for_images(family), attention=backend)
-        try:
-            verification = oracle.prove(model)
-        except UnsupportedModelError as error:
-            if parts.composite is None or not composite_spec(parts.composite).refused_inputs:
-                raise
-            yield Row(family, IMAGES, dtype=setting.dtype, refused=str(error))
-            return
-        yield _proved_row(family, IMAGES, setting, model, verification)
+        yield _proved_row(family, IMAGES, setting, model, oracle.prove(model))
+
+
+def _refused_images(family: str, setting: Setting) -> Row:
+    model = fastpack.patch(setting.build_for_images(family))
+    ids = plain_tokens(1, 4).to(setting.device)
+    try:
+        model(input_ids=ids, pixel_values=torch.zeros(1, device=setting.device))
+    except UnsupportedModelError:
+        return Row(family, IMAGES, refused=REFUSED_IMAGES[family])
+    return Row(family, IMAGES, problem="its images are in the list of refused ones, but the patched model took them")
 
 
 def row_of(family: str, setting: Setting) -> Family | None:

@@ -19,6 +19,7 @@ import smoke_stand_ins
 import torch
 import transformers
 from known_families import KNOWN
+from transformers import LlavaForConditionalGeneration
 
 import fastpack
 import fastpack.cli.smoke as smoke
@@ -34,9 +35,7 @@ from fastpack.exactness.image_oracle import IMAGE_KINDS
 from fastpack.exactness.image_text import image_text_types
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.tiny import build_tiny, model_types
-from fastpack.families import composites
-from fastpack.families.composites import CompositeSpec
-from fastpack.families.refused import REFUSED
+from fastpack.families.refused import REFUSED, REFUSED_IMAGES
 from fastpack.families.registry import family_named
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.testing import processes, worker
@@ -96,18 +95,15 @@ def test_a_leak_fails_on_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.problem or "").startswith("not exact: images, flattened")
 
 
-def test_images_that_a_composite_refuses_are_a_row_and_no_failure() -> None:
-    def rows(monkeypatch: pytest.MonkeyPatch, **refused: str) -> list[Row]:
-        monkeypatch.setattr(worker, "composite_spec", lambda _: CompositeSpec(refused_inputs=refused))
-        monkeypatch.setattr(composites, "_PLAIN", CompositeSpec(refused_inputs={"pixel_values": "made up"}))
-        return list(worker.image_rows("internvl", Task(("images",), "auto", Setting())))
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        (row,) = rows(monkeypatch, pixel_values="made up")
-        assert row.verdict == "refused"
-        assert "made up" in (row.refused or "")
-        with pytest.raises(fastpack.UnsupportedModelError, match="made up"):
-            rows(monkeypatch)
+def test_refused_images_are_a_row_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(("images",), "auto", Setting())
+    for family in REFUSED_IMAGES:
+        (row,) = worker.rows(family, task)
+        assert (row.verdict, row.refused) == ("refused", REFUSED_IMAGES[family])
+    monkeypatch.setitem(REFUSED_IMAGES, "llava", "made up")
+    monkeypatch.setattr(LlavaForConditionalGeneration, "forward", lambda *_, **__: None)
+    (row,) = worker.rows("llava", task)
+    assert row.verdict == "FAILED"
 
 
 @pytest.mark.slow

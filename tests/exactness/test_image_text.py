@@ -17,7 +17,7 @@ from fastpack.exactness.image_text import (
     other_pixels,
     samples,
 )
-from fastpack.families.refused import REFUSED
+from fastpack.families.refused import REFUSED, REFUSED_IMAGES
 
 BOUND = 1e-5
 
@@ -77,5 +77,5 @@ def test_what_is_not_built_has_a_reason() -> None:
 
 def test_every_type_has_a_layout_or_a_reason() -> None:
     """Names of the mapping that neither can be tried on images nor are refused by name."""
-    known = {*LAYOUTS, *NOT_BUILT, *TEXT_ALONE, *REFUSED, "git", "mllama"}
+    known = {*LAYOUTS, *NOT_BUILT, *TEXT_ALONE, *REFUSED, *REFUSED_IMAGES}
     assert not {*image_text_types()} - known
