@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpack.data.lengths import IMAGES
 from fastpack.data.packed_collators import PackedPreferenceCollator
 from fastpack.errors import PackingError
 from fastpack.families.spec import HeadSpec
+from fastpack.model.checks import MEDIA
 from fastpack.model.loss import HeadMatmul, read_head
 from fastpack.model.unwrap import Parts, find_parts
 from fastpack.ops.loss import IGNORE_INDEX
@@ -84,6 +86,12 @@ class Examples:
             raise PackingError(
                 f"{self.name} is a {type(self.dataset).__name__}. Pass one split, a datasets.Dataset, that was loaded "
                 "without streaming=True."
+            )
+        images = [name for name in (*IMAGES, *MEDIA) if name in self.dataset.column_names]
+        if images:
+            raise PackingError(
+                f"{self.name} has {' and '.join(images)}, and reference log-probabilities are computed for text alone. "
+                "Let the trainer compute them as it trains (precompute_ref_log_probs=False)."
             )
         existing = [name for name in (*PAIR_COLUMNS, *JUDGED_COLUMNS) if name in self.dataset.column_names]
         if existing:

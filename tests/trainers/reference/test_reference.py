@@ -199,6 +199,8 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
             with_reference_log_probs(data, model, folder=tmp_path, **further)
     with pytest.raises(PackingError, match="has the columns text"):
         with_reference_log_probs(Dataset.from_list([{"text": "a"}]), model, folder=tmp_path)
+    with pytest.raises(PackingError, match="has images, and reference log-probabilities are computed for text alone"):
+        with_reference_log_probs(data.add_column("images", [[]] * len(data)), model, folder=tmp_path)
     bad = data.select(range(2)).map(lambda row, i: {"rejected_ids": [3] * (1 - i)}, with_indices=True)
     with pytest.raises(PackingError, match=r"example 1 of the data set: .*empty completion"):
         with_reference_log_probs(bad, model, folder=tmp_path)
