@@ -39,6 +39,8 @@ FIRST_WORD, END_OF_WORDS = 3, 90
 SPECIAL = list(range(END_OF_WORDS, VOCAB))
 """The ids that are no words; those of images are among them."""
 ROWS, STEPS, EXAMPLES = 4, 3, 16
+LEARNING_RATE = 1e-4
+"""Adam makes whole steps of gradients that are 0 but for rounding, as those of key biases are."""
 
 
 class WordsAndImages(ProcessorMixin):
@@ -136,6 +138,7 @@ def policy(model_type: str, seed: int = 0) -> Any:
     return model
 
 
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": ROWS, "learning_rate": LEARNING_RATE}
 GENERATE: dict[str, Any] = {
     "num_generations": 2,
     "max_completion_length": 10,
@@ -157,11 +160,12 @@ def trainer_of(kind: str, model: Any, folder: Path, data: Dataset | None = None,
     """Return TRL's own trainer of this kind for a model, patched or stock."""
     make, config, own = TRAINERS[kind]
     more: dict[str, Any] = {"reward_funcs": number_of_low_words} if kind in ("grpo", "rloo") else {}
-    if kind in ("dpo", "kto"):
+    more["peft_config"] = further.pop("peft_config", None)
+    if kind in ("dpo", "kto") and more["peft_config"] is None:
         more["ref_model"] = policy(model.config.model_type, seed=1)
     return make(
         model,
-        args=alone(config(**settings(folder, **{"per_device_train_batch_size": ROWS, **own, **further}))),
+        args=alone(config(**settings(folder, **SETTINGS | own | further))),
         train_dataset=examples(kind) if data is None else data,
         processing_class=WordsAndImages(policy(model.config.model_type)),
         **more,

@@ -150,10 +150,25 @@ def _count_by_row(dataset: Any, names: list[str]) -> dict[str, list[int]]:
     return counts
 
 
+def _tokens(value: Any) -> int:
+    """Return the number of ids of an example ``[L]``, or ``[1, L]`` as a processor makes them.
+
+    Raises:
+        TypeError: these are the ids of several rows, or no ids.
+    """
+    count = len(value)
+    row: Any = value[0] if count == 1 else None
+    if hasattr(row, "__len__") and getattr(row, "ndim", 1) == 1:
+        return len(row)
+    if getattr(value, "ndim", 1) > 1:
+        raise TypeError("ids of several rows")
+    return count
+
+
 def _count(name: str, column: Iterable[Any], start: int = 0) -> Iterator[int]:
     for at, value in enumerate(column, start):
         try:
-            yield index(value) if name == "length" else len(value)
+            yield index(value) if name == "length" else _tokens(value)
         except TypeError as error:
             raise PackingError(
                 f"example {at} has no {name} that can be counted: {value!r:.60}. Each example needs "

@@ -42,6 +42,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         ([{**PAIR, "input_ids": [1]}], [8]),
         ([{"prompt_ids": [1, 2], "completion_ids": [3]}], [3]),
         ([{"prompt_ids": [1, 2], "completion_ids": [3], "KL_completion_ids": [4, 5]}], [7]),
+        ([{"input_ids": [[1, 2, 3]]}, {"input_ids": [[1]]}], [3, 1]),  # a processor's rows
     ],
 )
 def test_lengths_of(kind: str, rows: list[dict[str, Any]], want: list[int]) -> None:
@@ -56,6 +57,12 @@ def test_lengths_of(kind: str, rows: list[dict[str, Any]], want: list[int]) -> N
     assert lengths_of(made[kind]) == want
     if kind == "map-style":
         assert made[kind].made == len(rows) + 1
+
+
+def test_rows_of_a_processor_are_tensors_of_one_row() -> None:
+    assert lengths_of([{"input_ids": torch.ones(1, 5)}, {"input_ids": torch.ones(1)}]) == [5, 1]
+    with pytest.raises(PackingError, match="example 0 has no input_ids that can be counted"):
+        lengths_of([{"input_ids": torch.ones(2, 5)}])
 
 
 def test_sequences_are_cut_where_the_collator_cuts() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import fastpack
-from fastpack import PackedVisionCollator, PackingError
+from fastpack import PackedVisionCollator, PackingError, TokenBudgetSampler
+from fastpack.data.lengths import lengths_of
 from fastpack.exactness.image_text import build_image_text, flat_of, samples
 
 BOUND = 1e-5
@@ -69,6 +71,22 @@ def test_the_collator_keeps_no_weights() -> None:
     collate = PackedVisionCollator(model)
     assert len(pickle.dumps(collate)) < 50_000 < sum(p.numel() for p in model.parameters())
     assert not list(collate._positions.parameters())
+
+
+def test_batches_of_a_token_budget() -> None:
+    model = build_image_text("qwen2_5_vl")
+    rows = [row for seed in range(4) for row in samples(model, seed)]
+    lengths = lengths_of(rows)
+    assert lengths == [row["input_ids"].shape[1] for row in rows]
+    sampler = TokenBudgetSampler(lengths, 30)
+    loader: Any = DataLoader(rows, batch_sampler=sampler, collate_fn=PackedVisionCollator(model))
+    fastpack.patch(model)
+    batches = list(loader)
+    assert len(batches) == len(sampler) < len(rows)
+    assert sum(batch["packed_seq_lens"].total_tokens for batch in batches) == sum(lengths)
+    for batch in batches:
+        assert batch["packed_seq_lens"].total_tokens <= 30
+        assert model(**batch).loss.isfinite()
 
 
 def test_text_alone() -> None:

@@ -119,6 +119,21 @@ def test_patched_before_peft_and_again_after_unpatch() -> None:
     assert (base[0] - alone[0]).abs().max() > 1e-2, "the adapters take part"
 
 
+def test_nf4(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    saved = build_image_text("qwen3_vl")
+    saved.save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    model = TRAINED["LoRA on both"][0](model).train()
+    assert {type(module).__name__ for module in model.modules()} >= {"Linear4bit"}
+    rows = samples(saved)
+    alone = results(model, rows)
+    check_exact(fastpack.patch(model), rows, alone)
+
+
 @pytest.mark.parametrize("auto", ["AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM"])
 def test_a_checkpoint_loaded_by_any_auto_class(auto: str, tmp_path: Path) -> None:
     if not hasattr(transformers, auto):
