@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import GPU_FLOAT32_BOUND
 from prefix_cases import sharing
 from test_composite import off, results, text_tokens
 from torch import Tensor
@@ -210,3 +211,25 @@ def test_checkpointing_and_lora_on_both_parts() -> None:
     with text_tokens(model) as counts:
         assert max(off(results(model, [batch_of(build_image_text("qwen3_vl"), rows)]), alone)) <= BOUND
     assert counts[0] == nodes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "internvl", "gemma3"])
+def test_on_a_gpu(model_type: str, dtype: torch.dtype) -> None:
+    """Features of one image are the same bits in every row, so that as many tokens are saved as on the host."""
+    host = build_image_text(model_type).train()
+    rows, nodes = groups(host)
+    model = build_image_text(model_type, dtype=dtype).train().cuda()
+    on_device = [{name: x.cuda() for name, x in row.items()} for row in rows]
+    batch = {name: x.cuda() for name, x in batch_of(host, rows).items()}
+    with torch.no_grad():
+        alone = torch.cat([model(**row).logits[0] for row in on_device])
+    fastpack.patch(model, share_prefixes="auto")
+    model(**batch)
+    with text_tokens(model) as counts:
+        logits = model(**batch).logits[batch["attention_mask"].bool()]
+    assert counts == [nodes]
+    assert (logits - alone).norm() <= (GPU_FLOAT32_BOUND if dtype == torch.float32 else 2e-2) * alone.norm()
+    logits.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -45,3 +45,10 @@ def test_order_counts_and_nothing_is_nothing() -> None:
     assert not torch.equal(joined([one, other])[0], joined([one, other])[1])
     assert fingerprints(torch.zeros(3, 0)).tolist() == [[0, 0]] * 3
     assert fingerprints(torch.zeros(0, 4)).shape == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_computes_the_same(dtype: torch.dtype) -> None:
+    x = (torch.randn(300, 70, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
+    assert torch.equal(fingerprints(x.cuda()).cpu(), fingerprints(x))
