@@ -272,7 +272,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": {**MIXED_BY_CHOICE, **MROPE},
     "qwen3": MIXED_BY_CHOICE,
     "qwen3_moe": {"mlp_only_layers": [1]},
-    "qwen3_omni_moe_text": MROPE,
+    "qwen3_omni_moe_text": {**MROPE, "mlp_only_layers": [1]},
     "qwen3_vl_moe_text": {**MROPE, "mlp_only_layers": [1]},
     "qwen3_vl_text": MROPE,
     "qwen3_next": {"mlp_only_layers": [1]},

@@ -181,7 +181,6 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         package="step3p7",
         fast=named("Step3p7", RMSNorm=GEMMA_NORM),
         routers=("Step3p7TopKRouter",),
-        refused_if={"use_bidirectional_attention": "its tokens attend in both directions"},
     ),
     # a module, or the head, drops the keyword packed_seq_lens
     Family("bert", "BertModel", ("BertSelfAttention",), drops_packing=True, causal_if_decoder=True),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 
@@ -19,7 +20,7 @@ from fastpack.families.shared_specs import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.source import source_hash
 from fastpack.families.spec import Family
 
-HERE = [family for family in FAMILIES.values() if family.model_type in model_types()]
+HERE = [family for family in FAMILIES.values() if family.model_type in {*model_types(), *CONFIG_MAPPING}]
 
 SCANNING = [name for family in FAMILIES.values() for name, spec in family.mixers.items() if spec.scan]
 
@@ -41,7 +42,7 @@ def test_every_class_is_proved_on_the_installed_transformers(family: Family) -> 
 
 def proved_as(cls: Any, family: Family) -> list[str]:
     source = lock.hash_of(cls, family)
-    names = (cls.__name__, f"{cls.__name__} (earlier)")
+    names = (cls.__name__, f"{cls.__name__} (earlier)", f"{cls.__name__} ({family.model_type})")
     return [release for name in names for release in lock.proved().get(name, {}).get(source, [])]
 
 
