@@ -115,6 +115,10 @@ def patch(
     rows of the batch. Initialise EVA adapters before the patch. Hidden states returned for a padded batch are copies,
     and the gradient of the loss does not flow through them.
 
+    **Images.** In a vision-language model the text model inside runs without padding; the tower sees the batch as it
+    came. Padded batches of any processor train as they are. :class:`fastpack.PackedVisionCollator` makes packed ones: a
+    flattened batch needs the positions of every axis that the model rotates by, as ``position_ids [4, B, S]``.
+
     **Lengths.** The model reads the lengths from the batch once a step, and the host waits for the device meanwhile. To
     avoid this wait (it matters for small models on fast GPUs), wrap the collator:
     ``trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)``. The model then trusts the
@@ -125,13 +129,13 @@ def patch(
     compute. Liger's loss stays in force where the trainer uses it.
 
     **Limits.** The following are refused with a message that names them, at the patch or at a batch: context and
-    sequence parallelism; attention or mask functions that are not transformers' own; images of Gemma 3 and 4, PaliGemma
-    and Mllama; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and
-    packed batches where PEFT puts virtual tokens before each row. Prefix tuning runs the stock forward. The fast
-    forwards can be differentiated once, and only by autograd: a penalty on gradients raises, and so does
-    ``torch.func.grad``. LLM.int8 (with a threshold above 0) and VeLoRA compute over the whole batch in the stock model,
-    too; the report says that they are not isolated. With LongRoPE and dynamic NTK, each sequence gets the frequencies
-    of its own length; the stock model gives all sequences of a padded batch those of the longest one.
+    sequence parallelism; attention or mask functions that are not transformers' own; images to which layers of their
+    own attend (Mllama); PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA,
+    ``adapter_names``); and packed batches where PEFT puts virtual tokens before each row. Prefix tuning runs the stock
+    forward. The fast forwards can be differentiated once, and only by autograd: a penalty on gradients raises, and so
+    does ``torch.func.grad``. LLM.int8 (with a threshold above 0) and VeLoRA compute over the whole batch in the stock
+    model, too; the report says that they are not isolated. With LongRoPE and dynamic NTK, each sequence gets the
+    frequencies of its own length; the stock model gives all sequences of a padded batch those of the longest one.
 
     **Undo.** :func:`unpatch` restores the model exactly. :func:`patched` does so at the end of a ``with`` block. The
     patch is kept on the model, and survives ``copy.deepcopy``, pickling and PEFT.

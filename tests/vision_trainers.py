@@ -43,12 +43,23 @@ LEARNING_RATE = 1e-4
 """Adam makes whole steps of gradients that are 0 but for rounding, as those of key biases are."""
 
 
+class OneTileEach:
+    """The part of an image processor that TRL asks for the tiles of each image."""
+
+    use_thumbnail = False
+
+    def __call__(self, images: Sequence[Sequence[Image] | None], **_: Any) -> dict[str, Tensor]:
+        count = sum(len(own or ()) for own in images)
+        return dict.fromkeys(("image_rows", "image_cols"), torch.ones(count, dtype=torch.long))
+
+
 class WordsAndImages(ProcessorMixin):
     """A processor whose batches have the layout of a model's own processor."""
 
     def __init__(self, model: Any) -> None:
         self.model = copy.deepcopy(model)
         self.tokenizer = word_tokenizer()
+        self.image_processor = OneTileEach()
         self.chat_template = None
 
     def __call__(

@@ -57,7 +57,7 @@ def check_equal(kind: str, model_type: str, folder: Path, **further: Any) -> Non
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("model_type", [*MODELS, "lfm2_vl"])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_sft(model_type: str, tmp_path: Path) -> None:
     check_equal("sft", model_type, tmp_path)
 
@@ -71,7 +71,7 @@ def test_grpo(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava", "gemma4", "lfm2_vl"])
 def test_grpo_with_several_images_in_a_row_and_several_forwards(model_type: str, tmp_path: Path) -> None:
     data = examples("grpo", images=(2, 1, 0, 1))
     check_equal("grpo", model_type, tmp_path, data=data, num_iterations=2, max_steps=4)
