@@ -69,16 +69,15 @@ def image_features(patched: Replacement[None, ModelRuntime], *args: Any, **kwarg
         return patched.stock(*args, **kwargs)
     names = parameters(getattr(type(composite), GET_IMAGE_FEATURES))
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    images = different_images(arguments)
-    if images is None or len(images.order) == 1 or sharing.knows_features is False:
+    images = None if sharing.knows_features is False else different_images(arguments)
+    if images is None or images.count == len(images.order):
         return patched.stock(*args, **kwargs)
-    if sharing.knows_features is None:  # the first batch runs whole, and shows how features are laid out
-        result = patched.stock(*args, **kwargs)
-        sharing.knows_features = is_known(result, len(images.order))
-        return result
-    if images.count == len(images.order):
-        return patched.stock(*args, **kwargs)
-    result = repeated(patched.stock(**images.arguments), images)
+    result = patched.stock(**images.arguments)
+    if sharing.knows_features is None:
+        sharing.knows_features = is_known(result, images.count)
+        if not sharing.knows_features:  # the only batch whose images go through the tower again
+            return patched.stock(*args, **kwargs)
+    result = repeated(result, images)
     sharing.stats.images += len(images.order)
     sharing.stats.images_saved += len(images.order) - images.count
     return result
@@ -136,12 +135,12 @@ def repeated(result: Any, images: DifferentImages) -> Any:
     """Return a result for different images with features of all images.
 
     Raises:
-        PatchError: the features are laid out otherwise than in the first batch.
+        PatchError: the features are laid out otherwise than in an earlier batch.
     """
     features, layers = getattr(result, _FEATURES, None), getattr(result, _LAYERS, None)
     if not is_known(result, images.count):
         raise PatchError(
-            f"features of {images.count} images came as {type(features).__name__}, otherwise than in the first batch, "
+            f"features of {images.count} images came as {type(features).__name__}, otherwise than in an earlier batch, "
             "and can't be repeated for equal images. Leave share_prefixes out."
         )
     if layers is not None:

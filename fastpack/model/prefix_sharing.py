@@ -77,7 +77,8 @@ class PrefixSharing:
         least_saved: the share of tokens that sharing must save, from 0 to 1.
         never: why no batch can share prefixes, only images; None if batches can.
         stats: the counts for the report.
-        knows_features: whether the layout of a composite's image features is known; None before the first images.
+        knows_features: whether the layout of a composite's image features is known; None before the first batch
+            with equal images.
     """
 
     least_saved: float = LEAST_SAVED

@@ -76,8 +76,6 @@ def test_images_and_prompts_in_common_run_once(model_type: str) -> None:
     rows, nodes = groups(model)
     alone = results(model, rows)
     fastpack.patch(model, share_prefixes="auto")
-    model(**batch_of(model, rows))  # the first batch with images shows how their features are laid out
-    sharing(model).stats = prefix_sharing.SharingStats()
     for batch in (batch_of(model, rows, "right"), batch_of(model, rows, "left"), flat_of(model, rows)):
         with text_tokens(model) as counts:
             logits, grads = off(results(model, [batch]), alone)
@@ -226,7 +224,6 @@ def test_on_a_gpu(model_type: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         alone = torch.cat([model(**row).logits[0] for row in on_device])
     fastpack.patch(model, share_prefixes="auto")
-    model(**batch)
     with text_tokens(model) as counts:
         logits = model(**batch).logits[batch["attention_mask"].bool()]
     assert counts == [nodes]

@@ -46,12 +46,12 @@ def test_the_tower_sees_each_image_once(model_type: str) -> None:
         logits, grads = off(results(model, [batch_of(model, rows)]), alone)
         assert logits <= BOUND
         assert grads <= GRADIENT_BOUND
-    assert seen == [5 * len(one["pixel_values"]), 2 * len(one["pixel_values"])], "the first batch shows the layout"
-    assert (sharing(model).stats.images, sharing(model).stats.images_saved) == (5, 3)
-    assert "3 of 5 images repeat others" in str(sharing(model).describe())
+    assert seen == [2 * len(one["pixel_values"])] * 2
+    assert (sharing(model).stats.images, sharing(model).stats.images_saved) == (10, 6)
+    assert "6 of 10 images repeat others" in str(sharing(model).describe())
     results(model, [batch_of(model, [one, other])])
     assert seen[2:] == [2 * len(one["pixel_values"])]
-    assert sharing(model).stats.images == 5, "nothing to repeat"
+    assert sharing(model).stats.images == 10, "nothing to repeat"
 
 
 def test_the_method_is_restored_and_follows_a_copy() -> None:
@@ -133,7 +133,7 @@ def test_features_of_every_layout_are_repeated() -> None:
     strange = {"nothing": None, "tokens": torch.ones(5, 2), "too few": parts[:1], "images": torch.ones(3, 2, 2)}
     for features in strange.values():
         assert not is_known(SimpleNamespace(pooler_output=features), 2)
-        with pytest.raises(fastpack.PatchError, match="otherwise than in the first batch"):
+        with pytest.raises(fastpack.PatchError, match="otherwise than in an earlier batch"):
             repeated(SimpleNamespace(pooler_output=features), found)
     assert not is_known((parts,), 2)
     assert not is_known(SimpleNamespace(pooler_output=parts, deepstack_features=[torch.ones(6, 2)]), 2)
@@ -143,8 +143,7 @@ def test_towers_that_draw_or_mix_run_on_every_image() -> None:
     def count(model: Any) -> int:
         rows = answers(samples(model)[0], (3, 4), 0)
         fastpack.patch(model, share_prefixes="auto")
-        for _ in range(2):
-            results(model, [batch_of(model, rows)])
+        results(model, [batch_of(model, rows)])
         return sharing(model).stats.images
 
     drawn = build_image_text("internvl").train()
@@ -162,11 +161,10 @@ def test_images_alone_are_shared_where_prefixes_cannot_be(model_type: str) -> No
     alone = results(model, rows)
     fastpack.patch(model, share_prefixes="auto")
     seen = patches_seen(model)
-    for _ in range(2):
-        logits, grads = off(results(model, [batch_of(model, rows)]), alone)
-        assert logits <= BOUND
-        assert grads <= GRADIENT_BOUND
-    assert seen == [2 * len(rows[0]["pixel_values"]), len(rows[0]["pixel_values"])]
+    logits, grads = off(results(model, [batch_of(model, rows)]), alone)
+    assert logits <= BOUND
+    assert grads <= GRADIENT_BOUND
+    assert seen == [len(rows[0]["pixel_values"])]
     stats = sharing(model).stats
     assert (stats.images, stats.images_saved, stats.shared) == (2, 1, 0)
     assert "mix tokens too" in next(iter(stats.whole))
@@ -174,7 +172,7 @@ def test_images_alone_are_shared_where_prefixes_cannot_be(model_type: str) -> No
         fastpack.patch(build_image_text(model_type).model.language_model, share_prefixes="auto")
 
 
-def test_the_tower_runs_once_a_batch_on_a_strange_layout() -> None:
+def test_a_strange_layout_is_tried_once() -> None:
     model = build_image_text("internvl").train()
     rows = answers(samples(model)[0], (3, 4), 0)
     alone = results(model, rows)
@@ -189,4 +187,4 @@ def test_the_tower_runs_once_a_batch_on_a_strange_layout() -> None:
     seen = patches_seen(model)
     for _ in range(2):
         assert max(off(results(model, [batch_of(model, rows)]), alone)) <= BOUND
-    assert seen == [2, 2]
+    assert seen == [1, 2, 2]
