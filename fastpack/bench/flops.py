@@ -10,7 +10,8 @@ These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts 
 
 For rows with images, the image tower is counted too, where each patch of an image sees all of its patches.
 
-DPO's reference adds a forward, without adapters. A prompt that a pair's sequences share is counted twice.
+DPO's reference adds a forward, without adapters. A prompt that several sequences share is counted for each, and so are
+its images.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from fastpack.bench.images import Grid
 from fastpack.bench.models import LORA_RANK, auto_class, with_lora
-from fastpack.bench.settings import RunSettings
+from fastpack.bench.settings import GENERATIONS, RunSettings
 from fastpack.bench.shapes import make_config
 from fastpack.model.unwrap import find_parts
 from fastpack.trainers.metrics.flops import linear_flops, read_flops
@@ -68,6 +69,9 @@ def needed_flops(settings: RunSettings) -> int:
     forward = read_flops(model.requires_grad_(False)).of(tokens, pairs)
     head = 2 * config.hidden_size * config.vocab_size
     predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
+    if settings.trainer == "grpo":
+        predicted = sum(settings.completion_lengths()[timed.start * GENERATIONS :])
+        grids = [grid for grid in grids for _ in range(GENERATIONS)]
     if settings.trainer == "dpo":
         predicted = sum(chosen + rejected for _, chosen, rejected in settings.pair_lengths()[timed])
         needed += reference - head * (tokens - predicted)

@@ -63,6 +63,9 @@ class ImageCollator:
 
     The pixels of a batch are the beginning of one tensor of random numbers, so that drawing them takes no time.
 
+    Attributes:
+        image_token: the id of an image's tokens.
+
     Args:
         config: the composite's config.
         patches: the most patches of a batch.
@@ -74,7 +77,11 @@ class ImageCollator:
         vision = config.vision_config
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self._pixels_PC = torch.randn(patches, values, generator=torch.Generator().manual_seed(seed))
-        self._image = config.image_token_id
+        self.image_token: int = config.image_token_id
+
+    def of(self, patches: int) -> Tensor:
+        """Return the pixels of this many patches, float32 ``[P, C]``."""
+        return self._pixels_PC[:patches]
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Return a batch padded on the right, with a mask, token types, pixels and grids."""
@@ -89,7 +96,7 @@ class ImageCollator:
             "input_ids": ids,
             "labels": padded("labels", -100),
             "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
-            "mm_token_type_ids": (ids == self._image).long(),
-            "pixel_values": self._pixels_PC[: int(grids.prod(1).sum())],
+            "mm_token_type_ids": (ids == self.image_token).long(),
+            "pixel_values": self.of(int(grids.prod(1).sum())),
             "image_grid_thw": grids,
         }

@@ -82,6 +82,12 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
     return list(islice(cycle(pairs), count))
 
 
+def make_completion_lengths(count: int, *, seed: int = 0) -> list[int]:
+    """Return ``count`` lengths of completions, drawn as in :func:`make_pair_lengths`, but independent of each other."""
+    draw = random.Random(seed)
+    return [_log_normal(COMPLETION, COMPLETION_SPREAD * draw.gauss(0, 1), COMPLETION_RANGE) for _ in range(count)]
+
+
 def sequences(pairs: list[Pair]) -> list[int]:
     """Return the lengths of the pairs' sequences: prompt plus chosen completion, then prompt plus rejected one."""
     return [prompt + completion for prompt, *completions in pairs for completion in completions]

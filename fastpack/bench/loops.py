@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, TrainerCallback
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
-from fastpack.bench.images import ImageCollator, make_image_rows
+from fastpack.bench.callbacks import LearnLater, StepCallback
 from fastpack.bench.lengths import Pair, make_rows
 from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import lora_config, patch
+from fastpack.bench.rows import image_collator, training_rows
 from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunSettings
-from fastpack.bench.shapes import has_images, make_config
+from fastpack.bench.shapes import has_images
 from fastpack.data import with_packed_seq_lens
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
@@ -33,27 +33,11 @@ LossesAndNorms = tuple[list[float], list[float]]
 """The losses and gradient norms of the first steps."""
 
 
-class StepCallback(TrainerCallback):
-    """A callback that marks the ends of steps on a timer, and has the compared steps logged."""
-
-    def __init__(self, timer: StepTimer) -> None:
-        """Set up the callback with its timer."""
-        self.timer = timer
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start timing at the first step."""
-        if state.global_step == 0:
-            self.timer.mark()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Mark the end of a step, and log it if it is compared."""
-        self.timer.mark()
-        control.should_log |= state.global_step <= COMPARED_STEPS
-
-
 def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
-    """Train with TRL's ``SFTTrainer`` or ``DPOTrainer``, as a user would call it."""
-    make_trainer = dpo_trainer if settings.trainer == "dpo" else sft_trainer
+    """Train with TRL's ``SFTTrainer``, ``DPOTrainer`` or ``GRPOTrainer``, as a user would call it."""
+    make_trainer = sft_trainer if settings.trainer == "sft" else dpo_trainer
+    if settings.trainer == "grpo":
+        from fastpack.bench.grpo import grpo_trainer as make_trainer  # late, since it imports TRL
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, settings, trainer_arguments(settings, folder))
         trainer.add_callback(StepCallback(timer))
@@ -93,24 +77,6 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
     return trainer
 
 
-def training_rows(settings: RunSettings) -> list[dict[str, Any]]:
-    """Return every row of a run: its ids and labels, and the grid of its image, if it has one."""
-    config = make_config(settings.shape)
-    if not has_images(settings.shape):
-        rows = make_rows(settings.row_lengths(), config.vocab_size, settings.seed)
-        return [{"input_ids": row, "labels": row} for row in rows]
-    end_of_text = min(config.image_token_id, config.vision_start_token_id, config.vision_end_token_id)
-    texts = make_rows(settings.text_lengths(), end_of_text, settings.seed)
-    return make_image_rows(texts, settings.grids(), config)
-
-
-def image_collator(settings: RunSettings) -> ImageCollator:
-    """Return the collator of rows with images, with pixels for the largest batch."""
-    patches = [math.prod(grid) for grid in settings.grids()]
-    largest = max(sum(patches[at : at + settings.rows]) for at in range(0, len(patches), settings.rows))
-    return ImageCollator(make_config(settings.shape), largest, settings.seed)
-
-
 def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``DPOTrainer`` of a variant, as a user would call it.
 
@@ -137,25 +103,6 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
     if settings.spec.patched:
         patch(trainer, settings)
     return trainer
-
-
-class LearnLater(TrainerCallback):
-    """A callback that keeps the learning rate at 0 while variants are compared, since learning multiplies rounding.
-
-    On images, Adam's first steps, whose sizes don't depend on the gradients', turn rounding in the image tower into
-    differences of 2 % in the gradients' norm by the third step.
-
-    In DPO, a reward is beta times the difference of two log-probabilities near -7,000 (700 tokens, random weights).
-    Each is a sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all,
-    the rounding leaves noise of some hundredths in a loss of 0.7, and noise of a sixth in the gradients' norm. While
-    policy and reference are the same computation, they round alike: the norms of stock and patched models agree to
-    1e-3.
-    """
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the step's learning rate."""
-        for group in kwargs["optimizer"].param_groups:
-            group["lr"] = LEARNING_RATE if state.global_step >= COMPARED_STEPS else 0.0
 
 
 def make_pairs(lengths: list[Pair], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:

@@ -25,7 +25,8 @@ def auto_class(shape: str) -> Any:
 def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
-    For ``DPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched as a whole.
+    For ``DPOTrainer`` and ``GRPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched
+    as a whole.
     """
     variant = settings.spec
     stock = backend = "sdpa"
@@ -39,7 +40,7 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
         stock_varlen.use_in_tower(model)
     if settings.mode == "qlora":
         model = quantised(model)
-    if settings.trainer == "dpo":
+    if settings.trainer != "sft":
         return model.train(), backend
     if settings.mode != "full":
         model = with_lora(model)

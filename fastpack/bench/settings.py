@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastpack.bench.images import Grid, make_grids, tokens_of
-from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
+from fastpack.bench.lengths import Pair, make_completion_lengths, make_lengths, make_pair_lengths, sequences
 from fastpack.bench.shapes import has_images, make_config
 from fastpack.bench.variants import VARIANTS, Variant
 
@@ -16,11 +16,16 @@ COMPARED_STEPS = 5
 
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = "out of memory"
+GENERATIONS = 8
+"""GRPO's completions for each prompt."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of one run: the flags of ``fastpack bench``. ``rows`` counts a batch's rows, or DPO's pairs."""
+    """The settings of one run: the flags of ``fastpack bench``.
+
+    ``rows`` counts a batch's rows, or DPO's pairs, or GRPO's prompts.
+    """
 
     variant: str
     trainer: str = "sft"
@@ -67,15 +72,25 @@ class RunSettings:
             return []
         return make_grids(self.rows * self.total_steps, make_config(self.shape).vision_config, self.seed)
 
+    def completion_lengths(self) -> list[int]:
+        """Return the length of every completion of GRPO's prompts, which are the rows of :meth:`text_lengths`."""
+        return make_completion_lengths(GENERATIONS * self.rows * self.total_steps, seed=self.seed)
+
     def row_lengths(self) -> list[int]:
-        """Return the length of every row, in the order of :meth:`pair_lengths`; a pair has two rows."""
+        """Return the length of every row, in the order of :meth:`pair_lengths`.
+
+        A pair has two rows, and one of GRPO's prompts has one for each completion.
+        """
         if self.trainer == "dpo":
             return sequences(self.pair_lengths())
-        texts, grids = self.text_lengths(), self.grids()
-        if not grids:
-            return texts
-        vision = make_config(self.shape).vision_config
-        return [text + tokens_of(grid, vision) for text, grid in zip(texts, grids, strict=True)]
+        lengths, grids = self.text_lengths(), self.grids()
+        if grids:
+            vision = make_config(self.shape).vision_config
+            lengths = [text + tokens_of(grid, vision) for text, grid in zip(lengths, grids, strict=True)]
+        if self.trainer != "grpo":
+            return lengths
+        prompts = [length for length in lengths for _ in range(GENERATIONS)]
+        return [prompt + own for prompt, own in zip(prompts, self.completion_lengths(), strict=True)]
 
     def timed_batches(self) -> list[list[int]]:
         """Return the row lengths of each timed step."""

@@ -18,8 +18,8 @@ class Variant:
         patched: fastpack patches the model.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
         fused: the trainer's loss is fused with the head: ``patch(trainer, loss="fused")``.
-        shared: the prompt that a pair's sequences share runs once.
-        trainers: the trainers that the variant works with. DPO's trainer always pads.
+        shared: the prompt that several sequences share runs once.
+        trainers: the trainers that the variant works with. Those of DPO and GRPO always pad.
         images: whether the variant trains on rows with images, which TRL always pads, and whether on rows without.
     """
 
@@ -45,7 +45,7 @@ class Variant:
         return None
 
 
-TRAINERS = ("sft", "dpo")
+TRAINERS = ("sft", "dpo", "grpo")
 BOTH = (False, True)
 
 VARIANTS = {
@@ -53,6 +53,7 @@ VARIANTS = {
     "stock padded + FA2": Variant(
         "padded batches of images, FlashAttention-2's varlen kernel, un-padded at each layer's attention",
         varlen=True,
+        trainers=("sft", "grpo"),
         images=(True,),
     ),
     "stock padding_free": Variant("flattened batches, transformers' sdpa attention", packed=True),
@@ -63,10 +64,15 @@ VARIANTS = {
         "patched, fed the padded batches of images; FlashAttention-2's kernel in the image tower, which stays stock",
         varlen=True,
         patched=True,
+        trainers=("sft", "grpo"),
         images=(True,),
     ),
     "fastpack, prompts shared": Variant(
-        "the same, but each prompt runs once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
+        "patched, but a prompt runs once for all of its completions, with its images",
+        patched=True,
+        shared=True,
+        trainers=("dpo", "grpo"),
+        images=BOTH,
     ),
     "fastpack packed": Variant("patched, fed the flattened batches", packed=True, patched=True),
     "fastpack collated": Variant(

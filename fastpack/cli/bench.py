@@ -31,8 +31,15 @@ fewer than two ran."""
 FLAGS: dict[str, dict[str, Any]] = {
     "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
     "--mode": {"choices": ("full", "lora", "qlora"), "default": "full"},
-    "--trainer": {"choices": TRAINERS, "default": "sft", "help": "TRL's SFTTrainer, or its DPOTrainer"},
-    "--rows": {"type": POSITIVE, "help": "rows in a batch; with dpo, pairs (default: 16; with dpo 4)"},
+    "--trainer": {
+        "choices": TRAINERS,
+        "default": "sft",
+        "help": "TRL's SFTTrainer, its DPOTrainer, or the update of its GRPOTrainer",
+    },
+    "--rows": {
+        "type": POSITIVE,
+        "help": "rows in a batch (default: 16); with dpo, pairs; with grpo, prompts of 8 completions each (default: 4)",
+    },
     "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
     "--warmup": {"type": at_least(0), "help": "untimed steps before the timed ones (default: 3, with --graphs 5)"},
     "--lengths": {
@@ -111,16 +118,17 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
 
     Raises:
         UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
-            without checkpointing, graphs or offloading on a CPU, or a plain loop for DPO.
+            without checkpointing, graphs or offloading on a CPU, or a plain loop for DPO or GRPO.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
+    sft = args.trainer == "sft"
     shape: str = args.shape or ("llama8b" if on_gpu else "tiny")
     for wrong, why in (
         (
             dpo and has_images(shape),
-            f"--shape {shape} trains on images, and is for --trainer sft. Leave --trainer out, or pass another shape.",
+            f"--shape {shape} trains on images, and is for --trainer sft and grpo. Pass another shape.",
         ),
-        (dpo and plain, "--loop plain is for --trainer sft: only TRL's DPOTrainer has the DPO loss."),
+        (not sft and plain, "--loop plain is for --trainer sft: only TRL's trainers have the losses of DPO and GRPO."),
         (
             args.loss and not plain,
             "--loss is for --loop plain: TRL's trainers have their own loss; the variant 'fastpack fused "
@@ -138,7 +146,7 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
             raise UsageError(why)
     defaults: dict[str, Any] = {
         "shape": shape,
-        "rows": 4 if dpo else 16,
+        "rows": 16 if sft else 4,
         "warmup": 5 if args.graphs else 3,
         "lengths": "chat" if dpo else "alpaca",
     }

@@ -18,7 +18,7 @@ from fastpack import cli as commands
 from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, variant_run
 from fastpack.bench.same_losses import compare
-from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunResult, RunSettings
+from fastpack.bench.settings import COMPARED_STEPS, GENERATIONS, LEARNING_RATE, RunResult, RunSettings
 from fastpack.bench.shapes import SHAPES
 from fastpack.cli.main import main
 
@@ -272,10 +272,28 @@ def test_rows_with_images(loop: str, varlen_calls: list[tuple[int, bool]], monke
     assert all(sum(row.tokens) > sum(texts) and row.slots > sum(row.tokens) for row in results)
 
 
+@pytest.mark.sample(1)
+@trains_on_cpu
+@pytest.mark.parametrize("shape", ["tiny", "tiny-vl"])
+def test_updates_of_grpo(shape: str, varlen_calls: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt with eight completions a step; its image goes through the tower once if prompts are shared."""
+    monkeypatch.setattr("fastpack.bench.images.SIDES", (32, 200))
+    monkeypatch.setattr("fastpack.bench.lengths.COMPLETION", 20)
+    settings = replace(SMALL, shape=shape, mode="lora", loop="trl", trainer="grpo", rows=1, lengths="alpaca")
+    results = train(settings, "stock padded", "fastpack", "fastpack, prompts shared")
+    verdict = compare(results, half=False)
+    assert verdict.agree, str(verdict)
+    assert verdict.norm_steps == 4
+    assert all(norm > 0 for row in results for norm in row.gradient_norms)
+    assert len(results[0].tokens) == 2
+    assert len(settings.row_lengths()) == 4 * GENERATIONS
+
+
+@trains_on_cpu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trainer", "dpo"], "trains on images, and is for --trainer sft"),
+        (["--trainer", "dpo"], "trains on images, and is for --trainer sft and grpo"),
         (["--only", "fastpack packed"], "not a variant of --trainer sft on images, which has stock padded, stock"),
     ],
 )
