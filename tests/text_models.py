@@ -11,8 +11,8 @@ from fastpack.exactness.tiny import build, tiny_config
 from fastpack.families.registry import FAMILIES
 
 
-def text_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a family's backbone alone, in training mode."""
+def text_model(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """Return a family's backbone alone, in training mode; settings are those of its config."""
     family = FAMILIES[name]
     cls = getattr(importlib.import_module(family.module), family.backbone)
-    return build(cls._from_config, tiny_config(name), dtype=dtype).train()
+    return build(cls._from_config, tiny_config(name, **settings), dtype=dtype).train()

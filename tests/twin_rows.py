@@ -142,6 +142,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("glm4", ATTENTION, {"rope_tables": "whole"}, "float32"),
     Wrong("glm4", ATTENTION, {"rope_layout": "half"}, "float32"),
     Wrong("glm4", LAYER, {"post_attention": None}, "float32"),
+    # Molmo 2: norms of heads, or of whole projections
+    Wrong("molmo2_text", ATTENTION, {"qk_norm": None}, "float32"),
+    Wrong("molmo2_text", ATTENTION, {"flat_if": ("qk_norm_type", "qwen3")}, "fails"),
+    Wrong("molmo2_text", ATTENTION, {"flat_if": None}, "no effect"),
     # others, for fields that none of these has
     Wrong("exaone4", ATTENTION, {"window_if": None}, "windows"),
     Wrong("exaone4", ATTENTION, {"rope_if": ()}, "float32"),

@@ -39,6 +39,7 @@ from fastpack.families.shared_specs import (
     MISTRAL_ATTENTION,
     MIXTRAL,
     MIXTRAL_HEAD,
+    MOLMO2_ATTENTION,
     OLMO2_ATTENTION,
     OLMO2_LAYER,
     OLMO2_NORM,
@@ -254,6 +255,15 @@ FAST_FAMILIES: tuple[Family, ...] = (
     _fast("deepseek_ocr2_text", "DeepseekOcr2Text", ForCausalLM=None, package="deepseek_ocr2", router="TopkRouter"),
     _fast("granite4_vision_text", "Granite4VisionText", GRANITE, ForCausalLM=None, package="granite4_vision"),
     _fast("granite_docling_text", "GraniteDoclingText", GRANITE, ForCausalLM=None, package="granite_docling"),
+    _fast(  # its layers have their norms before or behind each branch, as a setting says
+        "molmo2_text",
+        "Molmo2",
+        Attention=MOLMO2_ATTENTION,
+        DecoderLayer=None,
+        ForCausalLM=None,
+        package="molmo2",
+        backbone="TextModel",
+    ),
     _fast(
         "paddleocr_vl_text",
         "PaddleOCR",

@@ -46,6 +46,7 @@ EXAONE4_ATTENTION = AttentionSpec(
 )
 HUNYUAN_ATTENTION = AttentionSpec(qk_norm="rotated", norms=("query_layernorm", "key_layernorm"))
 OLMO2_ATTENTION = AttentionSpec(qk_norm="flat")
+MOLMO2_ATTENTION = AttentionSpec(qk_norm="head", flat_if=("qk_norm_type", "olmo"), two_way="whole")
 OLMO3_ATTENTION = AttentionSpec(qk_norm="flat", window="sliding_window")
 
 # RoPE with adjacent pairs

@@ -25,6 +25,7 @@ class AttentionSpec:
         qk_norm: where the norms of queries and keys act: on each ``head``, on the whole projection (``flat``), on each
             head after RoPE (``rotated``), or None. A module without the norms (Cohere without ``use_qk_norm``) has
             none, whatever this says.
+        flat_if: an attribute and its value with which the norms act on the whole projection, or None.
         norms: the names of these norms.
         key_scale: the name of a factor on the keys, or None.
         rope_layout, rope_in_float32: see :func:`fastpack.ops.rope.apply_rope`.
@@ -44,6 +45,7 @@ class AttentionSpec:
     out: str = "o_proj"
     gated: bool = False
     qk_norm: Literal["head", "flat", "rotated"] | None = None
+    flat_if: tuple[str, str] | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")
     key_scale: str | None = None
     rope_layout: Layout = "half"

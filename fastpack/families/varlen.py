@@ -144,14 +144,6 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     Family(
         "modernbert-decoder", "ModernBertDecoderModel", ("ModernBertDecoderAttention",), package="modernbert_decoder"
     ),
-    Family(  # a setting says whether queries and keys are normalised as a whole or in each head
-        "molmo2_text",
-        "Molmo2TextModel",
-        ("Molmo2Attention",),
-        package="molmo2",
-        two_way="whole",
-        fast=named("Molmo2", **LLAMA_PARTS),
-    ),
     Family(
         "muse_glimmer_text",
         "MuseGlimmerTextModel",

@@ -38,7 +38,7 @@ def normalise_and_rotate(
         "implementation": runtime.kernels,
     }
     first, second = (getattr(module, name, None) for name in spec.norms)
-    if spec.qk_norm == "head" and first is not None and second is not None:
+    if normalised(module, spec) == "head" and first is not None and second is not None:
         norm, other = read_norm(first), read_norm(second)
         if norm is not None and other is not None and tables is not None and _share_a_launch(norm, other):
             how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
@@ -49,6 +49,12 @@ def normalise_and_rotate(
     if spec.qk_norm == "rotated" and first is not None and second is not None:
         q, k = _each(first, q), _each(second, k)
     return q, k
+
+
+def normalised(module: nn.Module, spec: AttentionSpec) -> str | None:
+    """Return where a module's norms of queries and keys act, as in :attr:`AttentionSpec.qk_norm`."""
+    is_flat = spec.flat_if is not None and getattr(module, spec.flat_if[0]) == spec.flat_if[1]
+    return "flat" if is_flat else spec.qk_norm
 
 
 def _each(norm: nn.Module, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,15 @@ def test_exact(name: str) -> None:
     result = oracle.prove(model)
     assert result.problem is None
     assert len(result.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
+
+
+@pytest.mark.skipif("molmo2_text" not in HERE, reason="not in this transformers")
+@pytest.mark.parametrize("settings", [{"qk_norm_type": "olmo"}, {"norm_after": True}], ids=str)
+def test_settings_of_molmo_2(settings: dict[str, Any]) -> None:
+    """Norms of whole projections, and norms behind each branch, are fast too."""
+    model = fastpack.patch(text_model("molmo2_text", **settings))
+    assert fastpack.report(model).tier == "fast"
+    assert Oracle.of(lambda dtype: text_model("molmo2_text", dtype, **settings), torch.float32).prove(model).passed
 
 
 @pytest.mark.sample(3)
