@@ -31,6 +31,7 @@ class Layout:
         around: The names of the settings with the ids of the tokens before and after each image; empty for none.
         masked: Whether each row has a mask, without which the model does not compute the positions of its images.
         required: Whether each row needs an image, since the model can't run without.
+        typed: Whether text alone needs token types as well, so that ids alone are no input.
         single: Whether a row has one image at most.
         along: The dimensions along which inputs are concatenated, by name, if not the first.
         indices: The names of inputs that hold places in the list of all patches, which shift where images are joined.
@@ -42,6 +43,7 @@ class Layout:
     around: tuple[str, str] = ("", "")
     masked: bool = False
     required: bool = False
+    typed: bool = False
     single: bool = False
     along: Mapping[str, int] | None = None
     indices: tuple[str, ...] = ()

@@ -75,9 +75,9 @@ class Task:
 def modes_of(family: str, task: Task) -> list[str]:
     """Return the modes of a task that apply to a family.
 
-    Mode ``images`` is for names in the image-text mapping, and the others are for models that run on text alone.
+    Mode ``images`` is for names in the image-text mapping, and the others are for models that run on ids alone.
     """
-    no_text = family in LAYOUTS and LAYOUTS[family].required
+    no_text = family in LAYOUTS and (LAYOUTS[family].required or LAYOUTS[family].typed)
     has_images = family in image_text_types() and family not in TEXT_ALONE
     return [mode for mode in task.modes if (has_images if mode == IMAGES else not no_text)]
 
