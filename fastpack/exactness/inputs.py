@@ -68,6 +68,11 @@ def taken_for_one(sequences: Sequence[Tensor]) -> dict[str, Any]:
     return packed([torch.cat(list(sequences))])
 
 
+def predicted(logits: Tensor) -> Tensor:
+    """Return logits, with 0 for tokens that a model never predicts: it sets them to the lowest number (Chameleon)."""
+    return logits.masked_fill(logits == torch.finfo(logits.dtype).min, 0)
+
+
 def unpadded(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Return the values ``[B S, ...]`` of a batch's real tokens, in order."""
     mask = batch.get("attention_mask")

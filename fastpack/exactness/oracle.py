@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.expert_choices import Choices, choosers_of, recorded, replayed
-from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, single, taken_for_one, unpadded
+from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, predicted, single, taken_for_one, unpadded
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
 from fastpack.families.registry import family_of
@@ -107,8 +107,7 @@ def run_batches(
         outputs = model(**{**inputs, **kwargs})
         # a backbone alone has no logits
         scores = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        real = unpadded(scores.flatten(0, -2), inputs)
-        real = real.masked_fill(real == torch.finfo(real.dtype).min, 0)  # tokens that a model never predicts
+        real = predicted(unpadded(scores.flatten(0, -2), inputs))
         part = loss_of(outputs, real, sum(map(len, logits)), tokens)
         part.backward()
         loss += part.detach()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fastpack.errors import PatchError
-from fastpack.exactness.inputs import unpadded
+from fastpack.exactness.inputs import predicted, unpadded
 from fastpack.exactness.rule import Result
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
@@ -148,7 +148,7 @@ class Probe:
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
         with handle, torch.enable_grad():
             logits = self.model(**batch).logits
-            real = unpadded(logits.flatten(0, -2), batch)
+            real = predicted(unpadded(logits.flatten(0, -2), batch))
             first = real[:, :ENTERING].float()
             entering = self._entering(nudge)[at : at + len(real), : first.shape[1]]
             total = (first * entering.to(real.device)).sum()
