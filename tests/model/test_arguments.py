@@ -96,7 +96,7 @@ def test_what_layers_read_of_ids_beside_embeddings(model_type: str, labels: bool
 def test_media_are_refused(model_type: str, media: dict[str, Any]) -> None:
     model = fastpack.patch(build_tiny(model_type))
     for batch in ({"input_ids": IDS, "attention_mask": MASK}, {"input_ids": IDS[:1], "packed_seq_lens": [5, 7]}):
-        with pytest.raises(fastpack.UnsupportedModelError, match=f"{', '.join(media)} came with the batch: images"):
+        with pytest.raises(fastpack.UnsupportedModelError, match=f"{', '.join(media)} came with the batch: .*images"):
             model(**batch, **media)
 
 
