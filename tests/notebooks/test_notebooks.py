@@ -9,12 +9,15 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from tiny_idefics3 import save_checkpoint
+from tiny_idefics3 import write_rows as write_images
 
 from fastpack.cli import trl_trains_on_cpu
 from fastpack.cli.demo.data import Row, make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 SFT, DPO, FRAMEWORKS, OPTIONS = "sft_quickstart.ipynb", "dpo_padding_free.ipynb", "frameworks.ipynb", "options.ipynb"
+VISION = "vision_sft.ipynb"
 STEPS = 6
 trains_on_cpu = pytest.mark.skipif(not trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
 
@@ -23,13 +26,13 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / name, as_version=4)
 
 
-@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS])
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS, VISION])
 def test_outputs_are_not_committed(name: str) -> None:
     cells = [cell for cell in read(name).cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
 
 
-@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS])
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS, VISION])
 def test_first_code_cell_installs_only_where_fastpack_is_missing(name: str) -> None:
     first = next(cell.source for cell in read(name).cells if cell.cell_type == "code")
     condition, install = first.index('find_spec("fastpack") is None'), first.index("%pip install")
@@ -54,8 +57,8 @@ def with_parameters(name: str, rows: list[Row], folder: Path, monkeypatch: pytes
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model = save_tiny_model(rows, folder)
-    parameters = {"MODEL": str(model), "DATASET": str(write_rows(rows, folder)), "MAX_STEPS": STEPS, **kwargs}
+    save, write = (save_checkpoint, write_images) if name == VISION else (save_tiny_model, write_rows)
+    parameters = {"MODEL": str(save(rows, folder)), "DATASET": str(write(rows, folder)), "MAX_STEPS": STEPS, **kwargs}
 
     return read_with(name, parameters)
 
@@ -129,6 +132,22 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, slots = figures["counts"]
     assert 0.3 < 1 - real / slots < 0.8
     assert figures["runs"]["patched"]["num_tokens"] == real  # what was counted is what was trained on
+
+
+@pytest.mark.slow
+@trains_on_cpu
+def test_vision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = {"BATCH_SIZE": 8, "LORA_RANK": 4, "LEARNING_RATE": 5e-3}
+    reported = "{'runs': runs, 'report': report_of_test, 'rows': rows, 'counts': [real, slots]}"
+    figures = run(VISION, make_rows(48), "fastpack.patch(model)", reported, tmp_path, monkeypatch, **kwargs)
+    stock, patched = figures["runs"]["stock, padded"], figures["runs"]["patched"]
+    assert len(stock["loss"]) == STEPS
+    assert patched["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+    assert stock["loss"][-1] < stock["loss"][0]
+    assert figures["report"]["tier"] == "fast"
+    real, slots = figures["counts"]
+    assert 0.2 < 1 - real / slots < 0.8
+    assert len({images for images, _, _ in figures["rows"]}) > 2, "images have many sizes"
 
 
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
