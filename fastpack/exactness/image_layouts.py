@@ -241,3 +241,15 @@ def numbered_patches(config: Any, _: Size, generator: torch.Generator) -> Pixels
     patches = torch.rand(4, config.vision_config.patch_embed_hidden_size, generator=generator) + 0.1
     places = torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0]])
     return {"flattened_patches": torch.cat([places, patches], dim=1)[None]}
+
+
+def one_tile(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return a :func:`square` image as the one tile of an image: ``pixel_values [1, 1, C, h, w]``."""
+    return {"pixel_values": square(config, size, generator)["pixel_values"][None]}
+
+
+def token_blocks(config: Any, size: Size, generator: torch.Generator) -> Pixels:
+    """Return the pixels of each token at each time: ``pixel_values [n, t, p, p, C]``."""
+    vision = config.vision_config
+    shape = (size[0] * size[1], vision.temporal_patch_size, vision.patch_size, vision.patch_size, CHANNELS)
+    return {"pixel_values": torch.rand(shape, generator=generator)}

@@ -17,6 +17,7 @@ from fastpack.exactness.image_layouts import (
     grid_with_sizes,
     numbered_patches,
     of_resolution,
+    one_tile,
     patches_of_one_size,
     placed_patches,
     placed_tokens,
@@ -25,6 +26,7 @@ from fastpack.exactness.image_layouts import (
     square,
     target_sizes,
     tile,
+    token_blocks,
     token_squares,
     tokenized,
     tokenized_alike,
@@ -88,6 +90,18 @@ PINPOINTS: dict[str, Any] = {
     "vision_feature_layer": -1,
 }
 GRANITE4: dict[str, Any] = {**PINPOINTS, "downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [-1, 1]]}
+TIMM_TOWER: dict[str, Any] = {
+    "architecture": "vit_pe_core_tiny_patch16_384",
+    "image_size": 32,
+    "model_args": {
+        "img_size": [32, 32],
+        "depth": 2,
+        "embed_dim": HIDDEN,
+        "num_heads": 4,
+        "global_pool": "",
+        "use_post_transformer_norm": False,
+    },
+}
 SAM: dict[str, Any] = {
     "image_size": 128,
     "patch_size": 16,
@@ -149,6 +163,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },
     "emu3": EMU3,
     "exaone4_5": QWEN2_5_TOWER,
+    "fast_vlm": {"vision_config": {"image_size": 128, "hidden_size": 2048}},
     "fuyu": {"image_size": 16, "patch_size": 8},
     "gemma3": GEMMA3,
     "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
@@ -192,6 +207,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },
     "paddleocr_vl": {"text_config": MROPE},
     "paligemma": {"projection_dim": HIDDEN, "hidden_size": HIDDEN},
+    "perception_lm": {"vision_config": TIMM_TOWER},
     "qwen2_5_omni_thinker": {**OMNI, **QWEN2_5_TOWER},
     "qwen2_5_vl": {"text_config": MROPE, **QWEN2_5_TOWER},
     "qwen2_vl": {"text_config": MROPE},
@@ -231,6 +247,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "emu3": Layout(tokenized_alike),
     "ernie4_5_vl_moe": GRID,
     "exaone4_5": GRID,
+    "fast_vlm": SQUARE,
     "fuyu": Layout(patches_of_one_size),
     "gemma3": SQUARE,
     "gemma4": PLACED,
@@ -251,6 +268,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "idefics3": TILES,
     "inkling2": Layout(token_squares),
     "inkling2_loop": Layout(token_squares),
+    "inkling_mm_model": Layout(token_blocks),
     "instructblip": Layout(with_question, required=True),
     "instructblipvideo": Layout(frames, required=True),
     "internvl": SQUARE,
@@ -279,6 +297,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "ovis2": SQUARE,
     "paddleocr_vl": Layout(grid_of_squares),
     "paligemma": Layout(square, typed=True),
+    "perception_lm": Layout(one_tile),
     "pp_chart2table": SQUARE,
     "qianfan_ocr": SQUARE,
     "qwen2_5_omni_thinker": BETWEEN,
@@ -309,11 +328,8 @@ PREFIX_TYPES = frozenset({"paligemma"})
 TIMM = "its image tower is timm's, which fastpack does not install"
 NO_DECODER = "it is an encoder-decoder"
 NOT_BUILT: Mapping[str, str] = {
-    "fast_vlm": TIMM,
     "florence2": NO_DECODER,
     "gemma3n": TIMM,
-    "inkling_mm_model": "its image tower needs scipy, which fastpack does not install",
-    "perception_lm": TIMM,
     "pix2struct": NO_DECODER,
     "pp_formulanet": NO_DECODER,
     "t5gemma2": NO_DECODER,
@@ -321,6 +337,9 @@ NOT_BUILT: Mapping[str, str] = {
     "vision-encoder-decoder": NO_DECODER,
 }
 """The types that can't be built tiny, or are no decoders, and why."""
+
+PACKAGES: Mapping[str, str] = {"fast_vlm": "timm", "inkling_mm_model": "scipy", "perception_lm": "timm"}
+"""The packages that image towers are from, which fastpack does not install."""
 
 RELEASES: Mapping[str, str] = {
     "fuyu": ">=5.18",  # other names of arguments before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch.nn.functional import pad
 
 from fastpack.exactness.family_settings import HEAD_DIM, TRAITS, VOCAB
 from fastpack.exactness.image_layouts import Layout, Pixels
-from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PREFIX_TYPES, RELEASES, VISION, WITH
+from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PACKAGES, PREFIX_TYPES, RELEASES, VISION, WITH
 from fastpack.exactness.tiny import build, build_tiny, model_types, plain_tokens, small_copy
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ def not_built(model_type: str) -> str | None:
     releases, release = RELEASES.get(model_type, ""), transformers.__version__
     if not SpecifierSet(releases).contains(release, prereleases=True):
         return f"its tiny model runs with transformers {releases}, not {release}"
+    package = PACKAGES.get(model_type)
+    if package is not None and find_spec(package) is None:
+        return f"its image tower needs {package}, which is not installed"
     return NOT_BUILT.get(model_type)
 
 

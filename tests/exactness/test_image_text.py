@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastpack.exactness.image_settings import LAYOUTS, NOT_BUILT, RELEASES, TEXT_ALONE
+from fastpack.exactness.image_settings import LAYOUTS, NOT_BUILT, PACKAGES, RELEASES, TEXT_ALONE
 from fastpack.exactness.image_text import (
     batch_of,
     build_image_text,
@@ -66,7 +66,7 @@ def test_a_flat_batch_has_every_row_and_positions_of_each_axis() -> None:
 
 
 def test_what_is_not_built_has_a_reason() -> None:
-    for model_type in {*NOT_BUILT, *RELEASES} & {*image_text_types()}:
+    for model_type in {*NOT_BUILT, *PACKAGES, *RELEASES} & {*image_text_types()}:
         if not_built(model_type) is None:
             continue
         with pytest.raises(ValueError, match="can't be built"):
