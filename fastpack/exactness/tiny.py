@@ -106,6 +106,9 @@ WIDTHS = frozenset(_by_name(_WIDTHS)) | {
     *("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank", "mlp_dim", "output_channels"),
     *("nemo_conv_channels", "ext_pw_out_channel", "mrope_section", "global_head_dim"),
     *("out_hidden_size", "embed_dim", "projection_dim", "projector_hidden_size"),
+    *("adapter_in_dim", "adapter_out_dim", "adapter_input_size", "projection_hidden_dim", "projection_hidden_size"),
+    *("base_channels", "codebook_dim", "downsample_channels", "latent_channels", "text_hidden_size"),
+    *("vision_hidden_size",),
 }
 """The names of settings that grow with ``head_dim``, including those that only a family's row sets."""
 
