@@ -15,13 +15,12 @@ from torch.nn.functional import pad
 
 from fastpack.data.packed_collators import Example, TokenSequence, column_of, real_slice, supervised
 from fastpack.errors import PackingError
+from fastpack.packing.pixels import PIXEL_INPUTS, PIXEL_PADDING
 from fastpack.packing.seqlens import PackedSeqLens
 
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "attention_mask")
-_TOKEN_TYPES = "token_type_ids"
-"""The end of the names of token types, such as ``mm_token_type_ids``."""
-_PADDING = {"image_position_ids": -1}
-"""The values that pad pixel inputs of several sizes, if not 0."""
+_TOKEN_TYPES = ("token_type_ids", "image_embeds_position_mask")
+"""The ends of the names of token types, such as ``mm_token_type_ids``, and of masks of the tokens of images."""
 
 
 class PackedVisionCollator:
@@ -48,9 +47,10 @@ class PackedVisionCollator:
         model: the model that gets the batches, patched or not. The collator keeps its config, not its weights.
 
     Raises:
-        PackingError: when called, as :class:`fastpack.PackedSFTCollator`; or a column has several rows; or examples
-            have different columns of token types; or positions can't be computed, since token types are missing or the
-            tokens of images don't match the sizes of the images.
+        PackingError: when called, as :class:`fastpack.PackedSFTCollator`; or a column has several rows; or an example
+            has a column that processors may join otherwise than :data:`fastpack.packing.pixels.PIXEL_INPUTS`; or
+            examples have different columns of token types; or positions can't be computed, since token types are
+            missing or the tokens of images don't match the sizes of the images.
 
     Example:
         >>> collate = fastpack.PackedVisionCollator(model)  # doctest: +SKIP
@@ -84,7 +84,7 @@ class PackedVisionCollator:
             batch[name] = torch.cat([row.types[name] for row in rows])[None]
         names = dict.fromkeys(name for row in rows for name in row.pixels)
         for name in names:
-            batch[name] = _joined([row.pixels[name] for row in rows if name in row.pixels], _PADDING.get(name, 0))
+            batch[name] = _joined([row.pixels[name] for row in rows if name in row.pixels], PIXEL_PADDING.get(name, 0))
         return batch
 
 
@@ -104,6 +104,13 @@ class _Row:
                 raise PackingError(f"{name} of the batch has {len(values)} entries in {key} and {len(ids)} ids.")
         self.types = {key: values[real] for key, values in types.items()}
         pixels = {key: value for key, value in example.items() if not _is_per_token(key) and value is not None}
+        unknown = [key for key in pixels if key not in PIXEL_INPUTS]
+        if unknown:
+            raise PackingError(
+                f"{name} of the batch has {', '.join(unknown)}, and it is unknown how a processor joins this for "
+                "several rows. Leave it out if the model doesn't take it; else let the processor make a padded batch, "
+                "which a patched model runs without padding."
+            )
         self.pixels: dict[str, Tensor] = {key: torch.as_tensor(value) for key, value in pixels.items()}
 
 
@@ -124,7 +131,7 @@ def _row(value: Any, column: str, name: str) -> Any:
 
 def _positions(find: Callable[..., Any], row: _Row) -> Tensor:
     """Return the positions of an example by the model's own ``get_rope_index``: int64 ``[A, 1, L]``."""
-    given = {"input_ids": row.tokens.ids, **row.types}
+    given = {"input_ids": row.tokens.ids, "attention_mask": torch.ones_like(row.tokens.ids), **row.types}
     columns = {key: value[None] for key, value in given.items()} | row.pixels
     parameters = inspect.signature(find).parameters
     missing = [

