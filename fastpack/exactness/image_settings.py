@@ -344,6 +344,8 @@ PACKAGES: Mapping[str, str] = {"fast_vlm": "timm", "inkling_mm_model": "scipy", 
 RELEASES: Mapping[str, str] = {
     "fuyu": ">=5.18",  # other names of arguments before
     "granite4_vision": ">=5.18",  # another text model before
+    "kosmos-2": ">=5.18",  # no function for the features of images before
+    "kosmos-2.5": ">=5.18",
     "llama4": "<5.18",  # from 5.24 on its stock forward reads an attribute that its outputs lack
     "minicpmv4_6": ">=5.18",  # another layout before
     "video_llava": ">=5.18",  # other names of arguments before
