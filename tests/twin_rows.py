@@ -142,6 +142,11 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("glm4", ATTENTION, {"rope_tables": "whole"}, "float32"),
     Wrong("glm4", ATTENTION, {"rope_layout": "half"}, "float32"),
     Wrong("glm4", LAYER, {"post_attention": None}, "float32"),
+    # AFMoE and Step 3.7: gates of elements, and of heads
+    Wrong("afmoe", ATTENTION, {"gate": None}, "float32"),
+    Wrong("afmoe", ATTENTION, {"gate": "q_proj"}, "float32"),
+    Wrong("afmoe", ATTENTION, {"rope_if": ()}, "float32"),
+    Wrong("step3p5", ATTENTION, {"gate": None}, "float32"),
     # Molmo 2: norms of heads, or of whole projections
     Wrong("molmo2_text", ATTENTION, {"qk_norm": None}, "float32"),
     Wrong("molmo2_text", ATTENTION, {"flat_if": ("qk_norm_type", "qwen3")}, "fails"),

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fastpack.families.shared_specs import (
+    AFMOE_ATTENTION,
+    AFMOE_LAYER,
     COHERE,
     COHERE2_ATTENTION,
     DEEPSEEK_V3_ATTENTION,
@@ -53,6 +55,7 @@ from fastpack.families.shared_specs import (
     SEED_OSS_MLP,
     SMOLLM3_ATTENTION,
     STARCODER2_ATTENTION,
+    STEP_ATTENTION,
     like,
     named,
 )
@@ -127,6 +130,14 @@ def _fast(
 
 
 FAST_FAMILIES: tuple[Family, ...] = (
+    _fast(
+        "afmoe",
+        "Afmoe",
+        Attention=AFMOE_ATTENTION,
+        RMSNorm=OLMO2_NORM,
+        DecoderLayer=AFMOE_LAYER,
+        router="TokenChoiceRouter",
+    ),
     _fast("aria_text", "AriaText", MIXTRAL, ForCausalLM=None, package="aria", router="TopKRouter"),
     _fast("arcee", "Arcee", MLP=None),
     _fast("apertus", "Apertus", Attention=GLM4_MOE_ATTENTION, MLP=None, DecoderLayer=None),
@@ -295,6 +306,17 @@ FAST_FAMILIES: tuple[Family, ...] = (
         TextRMSNorm=LLAMA_NORM,
         ThinkerTextMLP=LLAMA_MLP,
         ThinkerTextDecoderLayer=LLAMA_LAYER,
+    ),
+    _fast(  # its MLP may clamp
+        "step3p5",
+        "Step3p7",
+        Attention=STEP_ATTENTION,
+        RMSNorm=GEMMA_NORM,
+        MLP=None,
+        ForCausalLM=None,
+        package="step3p7",
+        backbone="TextModel",
+        router="TopKRouter",
     ),
     # its window limits tokens that are generated, not those of a prompt
     _fast("unlimited_ocr_text", "UnlimitedOcrText", ForCausalLM=None, package="unlimited_ocr", router="TopkRouter"),

@@ -39,6 +39,8 @@ FALCON_H1_ATTENTION = AttentionSpec(key_scale="key_multiplier")
 QWEN3_ATTENTION = AttentionSpec(qk_norm="head", window="sliding_window")
 GEMMA3_ATTENTION = replace(QWEN3_ATTENTION, two_way="in_window")
 GLM4_MOE_ATTENTION = AttentionSpec(qk_norm="head")
+AFMOE_ATTENTION = replace(QWEN3_ATTENTION, rope_if=("is_local_attention",), gate="gate_proj")
+STEP_ATTENTION = replace(QWEN3_ATTENTION, gate="g_proj")
 QWEN3_NEXT_ATTENTION = AttentionSpec(qk_norm="head", gated=True)
 LFM2_ATTENTION = AttentionSpec(qk_norm="head", norms=("q_layernorm", "k_layernorm"), out="out_proj", dropout=None)
 EXAONE4_ATTENTION = AttentionSpec(
@@ -93,6 +95,9 @@ GEMMA2_LAYER = DecoderSpec(
     post_attention="post_attention_layernorm",
     pre_mlp="pre_feedforward_layernorm",
     post_mlp="post_feedforward_layernorm",
+)
+AFMOE_LAYER = DecoderSpec(
+    post_attention="post_attention_layernorm", pre_mlp="pre_mlp_layernorm", post_mlp="post_mlp_layernorm"
 )
 GLM4_LAYER = DecoderSpec(post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm")
 GRANITE_LAYER = DecoderSpec(residual_scale="residual_multiplier")

@@ -22,6 +22,7 @@ class AttentionSpec:
         qkv: the name of one projection to queries, keys and values; None for ``q_proj``, ``k_proj``, ``v_proj``.
         out: the name of the output projection.
         gated: whether ``q_proj`` also gives a gate for each head, whose sigmoid multiplies the head's result.
+        gate: the name of another projection to such a gate, or to one number for each head; None if there is none.
         qk_norm: where the norms of queries and keys act: on each ``head``, on the whole projection (``flat``), on each
             head after RoPE (``rotated``), or None. A module without the norms (Cohere without ``use_qk_norm``) has
             none, whatever this says.
@@ -44,6 +45,7 @@ class AttentionSpec:
     qkv: str | None = None
     out: str = "o_proj"
     gated: bool = False
+    gate: str | None = None
     qk_norm: Literal["head", "flat", "rotated"] | None = None
     flat_if: tuple[str, str] | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")

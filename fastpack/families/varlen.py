@@ -28,13 +28,6 @@ from fastpack.families.shared_specs import (
 from fastpack.families.spec import BlockSpec, Family
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
-    Family(
-        "afmoe",
-        "AfmoeModel",
-        ("AfmoeAttention",),
-        fast=named("Afmoe", RMSNorm=OLMO2_NORM, MLP=LLAMA_MLP),
-        routers=("AfmoeTokenChoiceRouter",),
-    ),
     Family("axk1", "AXK1Model", ("AXK1Attention",), fast=named("AXK1", **LLAMA_PARTS), routers=("AXK1TopkRouter",)),
     Family(
         "beam", "BeamModel", ("BeamAttention",), fast=named("Beam", RMSNorm=OLMO2_NORM), routers=("BeamTopKRouter",)
@@ -166,14 +159,6 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),
-    Family(
-        "step3p5",
-        "Step3p7TextModel",
-        ("Step3p7Attention",),
-        package="step3p7",
-        fast=named("Step3p7", RMSNorm=GEMMA_NORM),
-        routers=("Step3p7TopKRouter",),
-    ),
     # a module, or the head, drops the keyword packed_seq_lens
     Family("bert", "BertModel", ("BertSelfAttention",), drops_packing=True, causal_if_decoder=True),
     Family(

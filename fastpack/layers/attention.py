@@ -75,8 +75,9 @@ def project_qkv(
         names = latent_attention.first_projections(module)
     elif isinstance(spec, SharedAttentionSpec):
         names = shared_attention.projections(module)
-    elif spec.qkv is not None:
-        names = (spec.qkv,)
+    else:
+        names = names if spec.qkv is None else (spec.qkv,)
+        names += () if spec.gate is None else (spec.gate,)
     return project_modules([getattr(module, name) for name in names], x, runtime, norm=norm, row_count=row_count)
 
 
@@ -118,8 +119,11 @@ def attend_heads(
         modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
     dropout = 0.0 if spec.dropout is None or not module.training else getattr(module, spec.dropout)
     call = AttentionCall(q, k, v, packed, scale=module.scaling, dropout=dropout, **modifiers)
-    out = attend(call, runtime.attention).flatten(1)
-    return out if gate is None else out * torch.sigmoid(gate)
+    out = attend(call, runtime.attention)
+    if gate is None:
+        return out.flatten(1)
+    gate = gate[..., None] if gate.shape[-1] == out.shape[1] else gate.reshape(out.shape)
+    return (out * torch.sigmoid(gate)).flatten(1)
 
 
 def two_way_of(module: Any, spec: Spec | None) -> TwoWay | None:
@@ -142,19 +146,23 @@ def drops(module: nn.Module, name: str | None) -> bool:
 def _heads(
     module: AttentionLike, spec: AttentionSpec, projected: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Split projections into queries ``[T, H, D]``, keys and values ``[T, K, D]``, and a gate ``[T, H * D]`` or None.
+    """Split projections into queries ``[T, H, D]``, keys and values ``[T, K, D]``, and a gate or None.
+
+    The gate is ``[T, H * D]``, or ``[T, H]`` if it is one number for each head.
 
     Queries and keys are already normalised if the family normalises the whole projection.
     """
     head_dim = module.head_dim
+    gate: Tensor | None = None
+    if spec.gate is not None:
+        *projected, gate = projected
     if spec.qkv is not None:
         fused = projected[0].unflatten(-1, (-1, head_dim))
         groups = module.num_key_value_groups
         kv_heads = fused.shape[1] // (groups + 2)
         q, k, v = fused.split((groups * kv_heads, kv_heads, kv_heads), 1)
-        return q, k, v, None
+        return q, k, v, gate
     q, k, v = projected
-    gate = None
     if spec.gated:
         both = q.unflatten(-1, (-1, 2 * head_dim))
         q, gate = both[..., :head_dim], both[..., head_dim:].flatten(1)
