@@ -147,6 +147,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("afmoe", ATTENTION, {"gate": "q_proj"}, "float32"),
     Wrong("afmoe", ATTENTION, {"rope_if": ()}, "float32"),
     Wrong("step3p5", ATTENTION, {"gate": None}, "float32"),
+    # Muse Glimmer: norms without weights, scaled queries
+    Wrong("muse_glimmer_text", "TextAttention", {"query_scale": None}, "float32"),
+    Wrong("muse_glimmer_text", "TextAttention", {"qk_norm": None}, "float32"),
+    Wrong("muse_glimmer_text", "TextAttention", {"window": None}, "windows"),
     # Molmo 2: norms of heads, or of whole projections
     Wrong("molmo2_text", ATTENTION, {"qk_norm": None}, "float32"),
     Wrong("molmo2_text", ATTENTION, {"flat_if": ("qk_norm_type", "qwen3")}, "fails"),

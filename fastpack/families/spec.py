@@ -29,6 +29,7 @@ class AttentionSpec:
         flat_if: an attribute and its value with which the norms act on the whole projection, or None.
         norms: the names of these norms.
         key_scale: the name of a factor on the keys, or None.
+        query_scale: the name of a factor on the queries behind their norm, or None.
         rope_layout, rope_in_float32: see :func:`fastpack.ops.rope.apply_rope`.
         rope_tables: the layout of cos and sin: each angle at both elements of its pair (``whole``), all angles twice
             although pairs are adjacent (``repeated``), or each angle once (``once``).
@@ -50,6 +51,7 @@ class AttentionSpec:
     flat_if: tuple[str, str] | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")
     key_scale: str | None = None
+    query_scale: str | None = None
     rope_layout: Layout = "half"
     rope_in_float32: bool = False
     rope_tables: Literal["whole", "repeated", "once"] = "whole"

@@ -17,7 +17,6 @@ packed batches with each sequence alone (``tests/families``):
 from fastpack.families.shared_specs import (
     COHERE_NORM,
     GEMMA4_NORM,
-    GEMMA_NORM,
     LLAMA_HEAD,
     LLAMA_MLP,
     LLAMA_NORM,
@@ -136,13 +135,6 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "modernbert-decoder", "ModernBertDecoderModel", ("ModernBertDecoderAttention",), package="modernbert_decoder"
-    ),
-    Family(
-        "muse_glimmer_text",
-        "MuseGlimmerTextModel",
-        ("MuseGlimmerTextAttention",),
-        package="muse_glimmer",
-        fast=named("MuseGlimmer", RMSNorm=GEMMA4_NORM, TextCenteredRMSNorm=GEMMA_NORM, TextMLP=LLAMA_MLP),
     ),
     Family(
         "muse_spark_text",

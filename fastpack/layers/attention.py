@@ -102,7 +102,7 @@ def attend_heads(
         shared: keys and values that layers share, in families that share them.
     """
     modifiers: dict[str, Any] = {"two_way": two_way_of(module, spec)}
-    gate = None
+    gate, scale = None, module.scaling
     if isinstance(spec, LatentAttentionSpec):
         assert position_embeddings is not None, "latent attention has rotary positions"
         q, k, v = latent_attention.heads(module, runtime, projected, position_embeddings)
@@ -114,11 +114,12 @@ def attend_heads(
     else:
         q, k, v, gate = _heads(module, spec, projected)
         q, k = normalise_and_rotate(module, spec, runtime, q, k, _tables(module, spec, position_embeddings))
+        scale *= 1.0 if spec.query_scale is None else getattr(module, spec.query_scale)
         if spec.window_if is None or getattr(module, spec.window_if):
             modifiers["window"] = _read(module, spec.window)
         modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
     dropout = 0.0 if spec.dropout is None or not module.training else getattr(module, spec.dropout)
-    call = AttentionCall(q, k, v, packed, scale=module.scaling, dropout=dropout, **modifiers)
+    call = AttentionCall(q, k, v, packed, scale=scale, dropout=dropout, **modifiers)
     out = attend(call, runtime.attention)
     if gate is None:
         return out.flatten(1)
