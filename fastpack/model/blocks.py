@@ -33,12 +33,8 @@ def with_blocks(
         UnsupportedModelError: the model needs the token types; or a sequence has several runs of tokens that its stock
             mask makes one block.
     """
-    if spec is None or packed.padding.is_empty:
+    if spec is None or packed.padding.is_empty or not applies(spec, model.config):
         return packed
-    if spec.setting is not None:
-        name, value = spec.setting
-        if getattr(model.config.get_text_config(decoder=True), name, None) != value:
-            return packed
     types = arguments.get(spec.argument)
     if types is None:
         if spec.required:
@@ -60,6 +56,14 @@ def with_blocks(
     if split:
         raise UnsupportedModelError(why)
     return replace(packed, two_way=blocks, _memo={}) if has_blocks else packed
+
+
+def applies(spec: BlockSpec, config: Any) -> bool:
+    """Return whether batches of a model with this config have blocks."""
+    if spec.setting is None:
+        return True
+    name, value = spec.setting
+    return bool(getattr(config.get_text_config(decoder=True), name, None) == value)
 
 
 def _several_runs(packed: PackedSeqLens, marked_T: torch.Tensor, blocks: TwoWayBlocks) -> torch.Tensor:

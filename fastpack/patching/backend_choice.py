@@ -13,6 +13,7 @@ from fastpack.attention_dispatch import AttentionShape, Visibility, choose, expl
 from fastpack.backends.flash_attn import LONG
 from fastpack.families.spec import AttentionSpec, Spec
 from fastpack.layers.window_checks import window_of
+from fastpack.packing.two_way import TwoWay
 from fastpack.utils.protocols import ModelLike
 
 
@@ -37,6 +38,33 @@ def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -
         sinks=getattr(module, "sinks", None) is not None,
         dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,
     )
+
+
+def with_blocks(shape: AttentionShape, two_way: TwoWay | None) -> AttentionShape:
+    """Return the shape that an attention module asks for in a batch with blocks, which it uses as ``two_way`` says."""
+    return replace(shape, visibility=replace(shape.visibility, two_way=two_way))
+
+
+def notes_on_blocks(shapes: Sequence[AttentionShape], attention: str) -> list[str]:
+    """Return notes on batches with blocks (:func:`with_blocks`) if other backends serve them, or if none may.
+
+    Args:
+        shapes: The shapes that the attention modules will ask a backend for in batches with blocks.
+        attention: ``auto``, or the backend asked for by name.
+    """
+    notes: list[str] = []
+    for shape in shapes:
+        if shape.device.type == "meta" or shape.visibility.two_way is None:
+            continue
+        causal = with_blocks(shape, None)
+        if attention != "auto":
+            why = explain(shape)[attention]
+            notes += (
+                [] if why is None else [f"attention={attention!r} is refused for batches with images, since it {why}"]
+            )
+        elif (other := choose(shape)) != choose(causal):
+            notes.append(f"attention: {other} in batches with images")
+    return list(dict.fromkeys(notes))
 
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -17,7 +17,6 @@ from fastpack.families.spec import (
     AttentionSpec,
     DecoderSpec,
     Family,
-    HeadSpec,
     MixerSpec,
     MlpSpec,
     NormSpec,
@@ -37,15 +36,15 @@ from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
 from fastpack.model.composite import composite_forward
 from fastpack.model.generation import generate
-from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
+from fastpack.model.head import Head, head_forward, head_pre_hook
 from fastpack.model.image_sharing import GET_IMAGE_FEATURES, image_features
-from fastpack.model.loss import fused_loss_rejects
 from fastpack.model.model_runtime import ModelRuntime, UserChanges
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
 from fastpack.model.unwrap import Parts, find_parts, refuse_captured_forward, refuse_wrapped, wrapper_chain
 from fastpack.packing.context import PackingContext
 from fastpack.packing.two_way import TwoWay
-from fastpack.patching.backend_choice import attention_shape, serving_backends
+from fastpack.patching.backend_choice import attention_shape, notes_on_blocks, serving_backends, with_blocks
+from fastpack.patching.head_choice import head_kind, head_loss
 from fastpack.patching.match import Match, settle
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
@@ -57,10 +56,9 @@ from fastpack.patching.recognise import (
     with_mask_window,
 )
 from fastpack.patching.report import PatchReport
-from fastpack.patching.support import refuse_two_ways
+from fastpack.patching.support import has_blocks, marks_both_ways, refuse_two_ways
 from fastpack.patching.token_mixers import Mixing
 from fastpack.utils.classes import mentions, shadowed
-from fastpack.utils.protocols import HeadLike
 from fastpack.utils.replacement import PreHook, Replacement
 
 GENERATE = "generate"
@@ -226,8 +224,8 @@ def _plan_model(
         planned.append(Replacement(parts.composite, GET_IMAGE_FEATURES, image_features, None, runtime))
     if parts.head is None:
         return planned, ()
-    kind = _head_kind(parts.head)
-    loss, reason = _head_loss(parts.head, kind, options, recognised)
+    kind = head_kind(parts.head)
+    loss, reason = head_loss(parts.head, kind, options, recognised)
     planned.append(_replacement(parts.head, head_forward, Head(kind, loss), runtime))
     if hasattr(type(parts.head), GENERATE):
         planned.append(Replacement(parts.head, GENERATE, generate, None, runtime))
@@ -240,31 +238,6 @@ def _plan_hook(parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement
         return PreHook(parts.outermost, replica_pre_hook, None, None)
     spec = next(each.spec for each in around if each.function is head_forward)
     return PreHook(parts.head, head_pre_hook, spec, runtime)
-
-
-def _head_loss(
-    head: HeadLike, kind: HeadKind, options: PatchOptions, recognised: Recognised
-) -> tuple[HeadSpec | None, str | None]:
-    """Return the spec of the head's fused loss, or None, and why it can't be fused, or None."""
-    if options.loss is None:
-        return None, None
-    spec = recognised.specs.get(own_class(head, recognised.family) or "")
-    reason = fused_loss_rejects(head, kind, spec)
-    loss = spec if reason is None and isinstance(spec, HeadSpec) else None
-    return loss, reason
-
-
-def _head_kind(head: nn.Module) -> HeadKind:
-    name = type(head).__name__
-    if name.endswith("ForSequenceClassification"):
-        return "sequence_classification"
-    if name.endswith("ForTokenClassification"):
-        return "token_classification"
-    if name.endswith("ForQuestionAnswering"):
-        raise UnsupportedModelError(
-            f"{name} finds spans in a row, which is not covered; causal LMs, sequence and token classifiers are."
-        )
-    return "causal_lm"
 
 
 def _plan_module(module: nn.Module, recognised: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
@@ -394,6 +367,12 @@ def _make_report(
     backbone: Any = recognised.backbone
     specs = [recognised.specs.get(own_class(module, recognised.family) or "") for module in attentions]
     shapes = [attention_shape(backbone, module, spec) for module, spec in zip(attentions, specs, strict=True)]
+    of_images = [
+        with_blocks(shape, two_way_of(module, spec))
+        for shape, module, spec in zip(shapes, attentions, specs, strict=True)
+    ]
+    if marks_both_ways(parts):
+        shapes = of_images
     backends, backend_notes = serving_backends(list(dict.fromkeys(shapes)), options.attention)
     notes: list[str] = []
     if options.graphs == "auto" and runtime.graphs is None:
@@ -405,6 +384,8 @@ def _make_report(
         if each.function is rotary_forward
     ]
     notes += backend_notes
+    if has_blocks(parts):
+        notes += notes_on_blocks(list(dict.fromkeys(of_images)), options.attention)
     if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         notes.append(
             "reentrant checkpointing loses gradients of the keys and values that layers share, in the stock model, too"

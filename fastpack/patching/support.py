@@ -14,6 +14,7 @@ from fastpack.families.refused import REFUSED
 from fastpack.families.registry import family_of
 from fastpack.families.spec import Family, Spec
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
+from fastpack.model.blocks import applies
 from fastpack.model.unwrap import Parts
 from fastpack.utils.protocols import ModelLike
 
@@ -72,6 +73,12 @@ def covered_family(parts: Parts) -> Family:
     if any(getattr(config, name, None) for name in family.repadded_if):
         return replace(family, attention=(), mixers={}, repadded=True)
     return family
+
+
+def has_blocks(parts: Parts) -> bool:
+    """Return whether some batches of a model have blocks of images, whose tokens see each other in both directions."""
+    blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    return blocks is not None and applies(blocks, parts.composite.config)
 
 
 def marks_both_ways(parts: Parts) -> bool:

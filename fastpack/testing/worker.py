@@ -167,7 +167,10 @@ def image_rows(family: str, task: Task) -> Iterator[Row]:
     oracle = ImageOracle.of(build, () if row is None else row.routers, least=IMAGE_BOUND)
     for backend in _backends(stock, task.backends):
         model = fastpack.patch(setting.build_for_images(family), attention=backend)
-        yield _proved_row(family, IMAGES, setting, model, oracle.prove(model))
+        try:
+            yield _proved_row(family, IMAGES, setting, model, oracle.prove(model))
+        except BackendUnavailableError as error:  # it serves text, but no blocks of images
+            yield Row(family, IMAGES, backend=backend, left_out=str(error))
 
 
 def _refused_images(family: str, setting: Setting) -> Row:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fastpack
+from fastpack.backends import segments
 from fastpack.exactness import tiny
 from fastpack.exactness.image_text import (
     batch_of,
@@ -118,3 +119,18 @@ def test_a_composite_over_causal_layers_is_refused() -> None:
     model = over_text("gemma3", "llama", False)
     with pytest.raises(fastpack.UnsupportedModelError, match="the layers of LlamaModel are causal when patched"):
         fastpack.patch(model)
+
+
+def test_the_report_says_which_backend_takes_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is causal serves text alone, and is refused at once where each batch has a prefix."""
+    monkeypatch.setattr(segments, "SERVES", ("window",))
+    notes = "\n".join(fastpack.report(fastpack.patch(build("gemma3"), attention="segments")).notes)
+    assert "attention='segments' is refused for batches with images, since it is causal, and does not" in notes
+    assert "attention: reference in batches with images" in "\n".join(
+        fastpack.report(fastpack.patch(build("gemma3"))).notes
+    )
+    with pytest.raises(fastpack.BackendUnavailableError, match="is causal, and does not support image blocks"):
+        fastpack.patch(build("paligemma"), attention="segments")
+    for model_type, images in (("gemma4", True), ("llava", False)):
+        notes = "\n".join(fastpack.report(fastpack.patch(build(model_type))).notes)
+        assert ("in batches with images" in notes) == images
