@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+
+class Fixed(int):
+    """A width that does not grow with the heads, since another library's architecture has it."""
+
+
 VOCAB = 97
 HIDDEN, FFN = 64, 128
 HEADS, KV_HEADS, HEAD_DIM, ROPE_DIM = 4, 2, 16, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastpack.exactness.family_settings import FFN, HIDDEN, ROPE, VOCAB
+from fastpack.exactness.family_settings import FFN, HIDDEN, ROPE, VOCAB, Fixed
 from fastpack.exactness.image_layouts import (
     Layout,
     any_resolution,
@@ -163,9 +163,13 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },
     "emu3": EMU3,
     "exaone4_5": QWEN2_5_TOWER,
-    "fast_vlm": {"vision_config": {"image_size": 128, "hidden_size": 2048}},
+    "fast_vlm": {"vision_config": {"architecture": "fastvit_t8", "image_size": 64, "hidden_size": Fixed(768)}},
     "fuyu": {"image_size": 16, "patch_size": 8},
     "gemma3": GEMMA3,
+    "gemma3n": {
+        "vision_config": {"architecture": "test_convnext", "image_size": 64, "hidden_size": Fixed(64)},
+        "vision_soft_tokens_per_image": 4,
+    },
     "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
     "glm46v": GLM4V,
     "glm4v": GLM4V,
@@ -250,6 +254,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "fast_vlm": SQUARE,
     "fuyu": Layout(patches_of_one_size),
     "gemma3": SQUARE,
+    "gemma3n": SQUARE,
     "gemma4": PLACED,
     "gemma4_unified": Layout(placed_tokens, padding={"image_position_ids": -1}),
     "glm46v": GRID,
@@ -325,11 +330,9 @@ TEXT_ALONE = frozenset({"mistral4"})
 PREFIX_TYPES = frozenset({"paligemma"})
 """The types whose token types are 0 in the prefix, up to two tokens after the last image, and 1 in the answer."""
 
-TIMM = "its image tower is timm's, which fastpack does not install"
 NO_DECODER = "it is an encoder-decoder"
 NOT_BUILT: Mapping[str, str] = {
     "florence2": NO_DECODER,
-    "gemma3n": TIMM,
     "pix2struct": NO_DECODER,
     "pp_formulanet": NO_DECODER,
     "t5gemma2": NO_DECODER,
@@ -338,7 +341,10 @@ NOT_BUILT: Mapping[str, str] = {
 }
 """The types that can't be built tiny, or are no decoders, and why."""
 
-PACKAGES: Mapping[str, str] = {"fast_vlm": "timm", "inkling_mm_model": "scipy", "perception_lm": "timm"}
+PACKAGES: Mapping[str, str] = {
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "timm"),
+    "inkling_mm_model": "scipy",
+}
 """The packages that image towers are from, which fastpack does not install."""
 
 RELEASES: Mapping[str, str] = {

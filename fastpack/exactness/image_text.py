@@ -61,7 +61,7 @@ def not_built(model_type: str) -> str | None:
         return f"its tiny model runs with transformers {releases}, not {release}"
     package = PACKAGES.get(model_type)
     if package is not None and find_spec(package) is None:
-        return f"its image tower needs {package}, which is not installed"
+        return f"its image tower needs {package}, which is not installed (pip install {package})"
     return NOT_BUILT.get(model_type)
 
 

@@ -41,6 +41,7 @@ from fastpack.exactness.family_settings import (
     TRAITS,
     VOCAB,
     WINDOW,
+    Fixed,
 )
 from fastpack.layers.window_checks import EARLIER
 from fastpack.utils.protocols import ConfigLike
@@ -254,6 +255,8 @@ def _widened(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
     def grown(name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return _widened(value, factor)
+        if isinstance(value, Fixed):
+            return int(value)
         if name in WIDTHS and isinstance(value, list):
             return [int(factor * width) for width in value]
         return int(factor * value) if name in WIDTHS and value is not None else value

@@ -110,6 +110,8 @@ def rows(family: str, task: Task) -> Iterator[Row]:
     unbuilt = NOT_BUILT.get(family) if family in model_types() else not_built(family)
     if unbuilt is not None:
         yield Row(family, EXACT, refused=unbuilt)
+        if IMAGES in modes_of(family, task) and not_built(family) is None:
+            yield from image_rows(family, task)
         return
     if family in REFUSED:
         yield _refused(family, task.setting)
