@@ -25,6 +25,7 @@ EXPERTS = (
     "qwen3_moe",
 )
 FAST = (
+    "afmoe",
     "cohere",
     "cohere2",
     "ernie4_5",
