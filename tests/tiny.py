@@ -15,6 +15,7 @@ __all__ = ["EXPERTS", "FAST", "HEAD_DIM", "VOCAB", "WINDOW", "tiny_config", "tin
 HEAD_DIM = 8
 PATTERNS = ("layer_types", "no_rope_layers")
 EXPERTS = (
+    "afmoe",
     "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
@@ -25,7 +26,6 @@ EXPERTS = (
     "qwen3_moe",
 )
 FAST = (
-    "afmoe",
     "cohere",
     "cohere2",
     "ernie4_5",
