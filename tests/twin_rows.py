@@ -151,6 +151,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("muse_glimmer_text", "TextAttention", {"query_scale": None}, "float32"),
     Wrong("muse_glimmer_text", "TextAttention", {"qk_norm": None}, "float32"),
     Wrong("muse_glimmer_text", "TextAttention", {"window": None}, "windows"),
+    # Ministral 3 and Mistral 4: queries grow with positions
+    Wrong("ministral3", ATTENTION, {"scales_by_position": False}, "float32"),
+    Wrong("ministral3", ATTENTION, {"window": None}, "float32"),
+    Wrong("mistral4", ATTENTION, {"scales_by_position": False}, "float32"),
     # Molmo 2: norms of heads, or of whole projections
     Wrong("molmo2_text", ATTENTION, {"qk_norm": None}, "float32"),
     Wrong("molmo2_text", ATTENTION, {"flat_if": ("qk_norm_type", "qwen3")}, "fails"),

@@ -25,6 +25,7 @@ from fastpack.families.spec import (
 LLAMA_ATTENTION = AttentionSpec()
 QWEN2_ATTENTION = AttentionSpec(window="sliding_window")
 MISTRAL_ATTENTION = AttentionSpec(window="config.sliding_window")
+MINISTRAL3_ATTENTION = replace(MISTRAL_ATTENTION, scales_by_position=True)
 STARCODER2_ATTENTION = AttentionSpec(window="config.sliding_window", out_dropout="residual_dropout")
 SEED_OSS_ATTENTION = AttentionSpec(out_dropout="residual_dropout")
 PHI3_ATTENTION = AttentionSpec(qkv="qkv_proj", window="config.sliding_window")
@@ -64,6 +65,7 @@ ERNIE4_5_VL_ATTENTION = replace(GLM4V_ATTENTION, rope_in_float32=True)
 
 # latents, shared keys
 DEEPSEEK_V3_ATTENTION = LatentAttentionSpec()
+MISTRAL4_ATTENTION = LatentAttentionSpec(scales_by_position=True)
 GEMMA4_ATTENTION = SharedAttentionSpec(two_way="in_window", two_way_if="sliding_window")
 GEMMA4_UNIFIED_ATTENTION = SharedAttentionSpec(two_way="whole")
 

@@ -30,6 +30,7 @@ class AttentionSpec:
         norms: the names of these norms.
         key_scale: the name of a factor on the keys, or None.
         query_scale: the name of a factor on the queries behind their norm, or None.
+        scales_by_position: whether queries grow with their positions, as the config's ``rope_parameters`` say.
         rope_layout, rope_in_float32: see :func:`fastpack.ops.rope.apply_rope`.
         rope_tables: the layout of cos and sin: each angle at both elements of its pair (``whole``), all angles twice
             although pairs are adjacent (``repeated``), or each angle once (``once``).
@@ -52,6 +53,7 @@ class AttentionSpec:
     norms: tuple[str, str] = ("q_norm", "k_norm")
     key_scale: str | None = None
     query_scale: str | None = None
+    scales_by_position: bool = False
     rope_layout: Layout = "half"
     rope_in_float32: bool = False
     rope_tables: Literal["whole", "repeated", "once"] = "whole"
@@ -73,10 +75,11 @@ class LatentAttentionSpec:
     rotates adjacent elements.
 
     Attributes:
-        out, dropout, out_dropout: as in :class:`AttentionSpec`.
+        out, scales_by_position, dropout, out_dropout: as in :class:`AttentionSpec`.
     """
 
     out: str = "o_proj"
+    scales_by_position: bool = False
     dropout: str | None = "attention_dropout"
     out_dropout: str | None = None
 

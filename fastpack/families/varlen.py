@@ -17,7 +17,6 @@ packed batches with each sequence alone (``tests/families``):
 from fastpack.families.shared_specs import (
     COHERE_NORM,
     GEMMA4_NORM,
-    LLAMA_HEAD,
     LLAMA_MLP,
     LLAMA_NORM,
     LLAMA_PARTS,
@@ -125,14 +124,6 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         routers=("MiMoV2FlashTopkRouter",),
     ),
     Family("minicpm3", "MiniCPM3Model", ("MiniCPM3Attention",), fast=named("MiniCPM3", **LLAMA_PARTS)),
-    Family("ministral3", "Ministral3Model", ("Ministral3Attention",), fast=named("Ministral3", **LLAMA_PARTS)),
-    Family(  # queries are scaled by their positions
-        "mistral4",
-        "Mistral4Model",
-        ("Mistral4Attention",),
-        fast=named("Mistral4", **LLAMA_PARTS, ForCausalLM=LLAMA_HEAD),
-        routers=("Mistral4TopkRouter",),
-    ),
     Family(
         "modernbert-decoder", "ModernBertDecoderModel", ("ModernBertDecoderAttention",), package="modernbert_decoder"
     ),

@@ -17,7 +17,7 @@ from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec, Spec
 from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.project import project_modules
-from fastpack.layers.rope import Tables, normalise_and_rotate, normalised, repeated
+from fastpack.layers.rope import Tables, normalise_and_rotate, normalised, position_scale, repeated
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import as_row
 from fastpack.ops.row_count import RowCount
@@ -118,6 +118,8 @@ def attend_heads(
         if spec.window_if is None or getattr(module, spec.window_if):
             modifiers["window"] = _read(module, spec.window)
         modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
+    if not isinstance(spec, SharedAttentionSpec) and spec.scales_by_position:
+        q = q * position_scale(module, packed).to(q.dtype)[:, None, None]
     dropout = 0.0 if spec.dropout is None or not module.training else getattr(module, spec.dropout)
     call = AttentionCall(q, k, v, packed, scale=scale, dropout=dropout, **modifiers)
     out = attend(call, runtime.attention)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import AttentionSpec
@@ -14,6 +15,7 @@ from fastpack.layers.project import read_norm
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.linear.operands import Norm
 from fastpack.ops.rope import apply_rope, norm_rope
+from fastpack.packing.seqlens import PackedSeqLens
 
 Tables = tuple[Tensor, Tensor]
 """cos and sin: ``[1, T, R]`` from a backbone, or ``[T, R]`` for the ops."""
@@ -49,6 +51,18 @@ def normalise_and_rotate(
     if spec.qk_norm == "rotated" and first is not None and second is not None:
         q, k = _each(first, q), _each(second, k)
     return q, k
+
+
+def position_scale(module: Any, packed: PackedSeqLens) -> Tensor:
+    """Return the factor ``[T]`` on each query: 1, and more from the length on beyond which positions are scaled.
+
+    This is the temperature of Llama 4's attention: the factor is ``1 + beta log(1 + floor(position / length))``.
+    """
+    rope = module.config.rope_parameters
+    positions = packed.position_ids if packed.shared is None else packed.shared.position_ids
+    lengths = torch.floor(positions[0] / rope["original_max_position_embeddings"])
+    factor: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + lengths)
+    return factor
 
 
 def normalised(module: nn.Module, spec: AttentionSpec) -> str | None:
