@@ -20,6 +20,7 @@ from fastpack.families.spec import Family
 from fastpack.layers.read_projection import refuse_row_adapters
 from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import (
+    refuse_masks,
     refuse_packed_stock,
     refuse_positions,
     refuse_uncovered,
@@ -77,6 +78,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     refuse_adapters(backbone, (), arguments)
     arguments.pop("logits_to_keep", None)  # some backbones drop tokens by it
     if entered is not None:
+        refuse_masks(backbone, arguments.get("attention_mask"))
         arguments["attention_mask"] = None  # what the composite made of the mask that was read where it was entered
 
     if torch.compiler.is_compiling():

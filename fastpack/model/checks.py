@@ -146,6 +146,25 @@ def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str
             )
 
 
+def refuse_masks(backbone: nn.Module, mask: object) -> None:
+    """Raise if a composite hands a mask of its own to its text model, the backbone.
+
+    Args:
+        backbone: the text model.
+        mask: what came as its mask: one, or a dict of masks by the kind of layer. Those that transformers makes are
+            left out where a composite is entered.
+
+    Raises:
+        UnsupportedModelError: a mask says more than which tokens are padding.
+    """
+    each = mask.values() if isinstance(mask, Mapping) else (mask,)
+    if any(isinstance(one, Tensor) and one.ndim > 2 for one in each) and not torch.compiler.is_compiling():
+        raise UnsupportedModelError(
+            f"the model around {type(backbone).__name__} made a mask of its own for it, and which tokens this mask "
+            "lets see each other is not known. Train this model unpatched (fastpack.unpatch(model))."
+        )
+
+
 def refuse_unused_blocks(backbone: nn.Module, family: Family, packed: PackedSeqLens) -> None:
     """Raise if a batch has blocks of tokens that see each other in both directions, but this family is causal.
 

@@ -14,6 +14,7 @@ from fastpack.families.refused import REFUSED
 from fastpack.families.registry import family_of
 from fastpack.families.spec import Family, Spec
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
+from fastpack.layers.window_checks import mask_maker
 from fastpack.model.blocks import applies
 from fastpack.model.unwrap import Parts
 from fastpack.utils.protocols import ModelLike
@@ -46,6 +47,12 @@ def covered_family(parts: Parts) -> Family:
             )
     text = config.get_text_config(decoder=True)  # a composite config holds a text config
     blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    if blocks is None and mask_maker(parts.composite) is not None:
+        raise UnsupportedModelError(
+            f"{name} can't be patched: {type(parts.composite).__name__} makes the masks of its text model itself, and "
+            "which tokens they let see each other is not known. Train it unpatched, or patch its text model alone and "
+            "train on text. Nothing was changed."
+        )
     if blocks is not None and not family.uses_blocks:
         raise UnsupportedModelError(
             f"{name} can't be patched: its {blocks.argument} mark tokens that see each other in both directions, and "

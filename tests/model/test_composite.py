@@ -150,3 +150,26 @@ def test_generation_runs_stock() -> None:
     tokens = model.generate(**row, max_new_tokens=4, do_sample=False)
     fastpack.patch(model)
     assert torch.equal(model.generate(**row, max_new_tokens=4, do_sample=False), tokens)
+
+
+def test_a_composite_of_other_code_that_makes_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastpack.families.composites.COMPOSITES", ())
+    with pytest.raises(fastpack.UnsupportedModelError, match="Gemma3Model makes the masks of its text model itself"):
+        fastpack.patch(build_image_text("gemma3"))
+
+
+def test_a_mask_of_a_composites_own_is_refused() -> None:
+    model = build_image_text("llava")
+    batch = batch_of(model, samples(model, 0), "right")
+    text = model.model.language_model
+
+    def masked(_: object, args: object, kwargs: dict[str, Any]) -> tuple[object, dict[str, Any]]:
+        rows, columns = batch["input_ids"].shape
+        return args, {**kwargs, "attention_mask": torch.ones(rows, 1, columns, columns).bool()}
+
+    fastpack.patch(model)
+    with (
+        text.register_forward_pre_hook(masked, with_kwargs=True),
+        pytest.raises(fastpack.UnsupportedModelError, match="the model around LlamaModel made a mask of its own"),
+    ):
+        model(**batch)
