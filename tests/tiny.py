@@ -39,6 +39,7 @@ FAST = (
     "granite_swa",
     "hunyuan_v1_dense",
     "llama",
+    "ministral3",
     "mistral",
     "olmo2",
     "olmo3",
