@@ -84,7 +84,8 @@ def _in_a_process(
         problem = "its process ended without these rows"
     else:
         return rows
-    return [*rows, Row(family, ", ".join(missing) or rows[-1].mode, problem=problem)]
+    modes = missing or [row.mode for row in rows[-1:]] or task.modes  # none is missing of a name without any
+    return [*rows, Row(family, ", ".join(modes), problem=problem)]
 
 
 def _last_line(log: Path, exitcode: int) -> str:

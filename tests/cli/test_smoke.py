@@ -233,9 +233,10 @@ def test_a_listed_family_that_is_not_refused_fails(monkeypatch: pytest.MonkeyPat
     assert row.verdict == "FAILED"
 
 
-def test_an_unknown_family_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert smoke_main(["no_such_family", "--modes", "exact", *ON_CPU]) == 1
-    assert "no_such_family (exact, no backend): KeyError" in capsys.readouterr().err
+@pytest.mark.parametrize("mode", ["exact", "images"])
+def test_an_unknown_family_fails(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke_main(["no_such_family", "--modes", mode, *ON_CPU]) == 1
+    assert f"no_such_family ({mode}, no backend): KeyError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
