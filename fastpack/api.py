@@ -117,7 +117,8 @@ def patch(
 
     **Images.** In a vision-language model the text model inside runs without padding; the tower sees the batch as it
     came. Padded batches of any processor train as they are. :class:`fastpack.PackedVisionCollator` makes packed ones: a
-    flattened batch needs the positions of every axis that the model rotates by, as ``position_ids [4, B, S]``.
+    flattened batch of a model that rotates by several axes needs all of them, as ``position_ids [1 + axes, B, S]``,
+    text positions first (``[4, B, S]`` for Qwen-VL).
 
     **Lengths.** The model reads the lengths from the batch once a step, and the host waits for the device meanwhile. To
     avoid this wait (it matters for small models on fast GPUs), wrap the collator:
@@ -129,8 +130,8 @@ def patch(
     compute. Liger's loss stays in force where the trainer uses it.
 
     **Limits.** The following are refused with a message that names them, at the patch or at a batch: context and
-    sequence parallelism; attention or mask functions that are not transformers' own; images to which layers of their
-    own attend (Mllama); PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA,
+    sequence parallelism; attention or mask functions that are not transformers' own; images of Mllama and GIT, images
+    and audio of Phi-4-multimodal; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA,
     ``adapter_names``); and packed batches where PEFT puts virtual tokens before each row. Prefix tuning runs the stock
     forward. The fast forwards can be differentiated once, and only by autograd: a penalty on gradients raises, and so
     does ``torch.func.grad``. LLM.int8 (with a threshold above 0) and VeLoRA compute over the whole batch in the stock
@@ -178,7 +179,9 @@ def patch(
             of its own tokens; results and gradients are the same. The report says how many tokens were saved. This
             works only for models in which attention alone mixes tokens, and not together with ``graphs``. In a
             vision-language model, equal images of a batch go through the tower once (also if other layers than
-            attention mix tokens), and prompts are shared if their images are the same. Nothing is shared while dropout
+            attention mix tokens), and prompts are shared if their images are the same. The tower sees all images where
+            rows are padded with images of zeros (SmolVLM, if rows have different numbers of images), and where it draws
+            random numbers or trains batch norms. Nothing is shared while dropout
             or other noise is active (each copy has its own), with ``inputs_embeds``, or under ``torch.compile``.
             Finding prefixes needs the token ids on the host. If the model reads the lengths from the batch, the ids
             come in the same copy. If the collator is fastpack's, or wrapped by :func:`fastpack.with_packed_seq_lens`,

@@ -25,7 +25,7 @@ import torch
 from fastpack.bench.images import Grid
 from fastpack.bench.models import LORA_RANK, auto_class, with_lora
 from fastpack.bench.settings import GENERATIONS, RunSettings
-from fastpack.bench.shapes import make_config
+from fastpack.bench.shapes import TOWER, make_config
 from fastpack.model.unwrap import find_parts
 from fastpack.trainers.metrics.flops import linear_flops, read_flops
 
@@ -39,7 +39,7 @@ def tower_flops(model: Any, grids: Sequence[Grid]) -> int:
     """
     if not grids:
         return 0
-    tower = find_parts(model).composite.visual
+    tower = getattr(find_parts(model).composite, TOWER)
     vision, patches = tower.config, [prod(grid) for grid in grids]
     trains = any(parameter.requires_grad for parameter in tower.parameters())
     embedding = sum(p.numel() * 2 * (1 + p.requires_grad) for p in tower.patch_embed.parameters() if p.ndim > 1)
@@ -65,13 +65,14 @@ def needed_flops(settings: RunSettings) -> int:
     model = model.requires_grad_(True) if settings.mode == "full" else with_lora(model)
     timed = slice(settings.warmup * settings.rows, None)
     grids = settings.grids()[timed]
+    if settings.trainer == "grpo":
+        grids = [grid for grid in grids for _ in range(GENERATIONS)]
     needed = read_flops(model).of(tokens, pairs) + tower_flops(model, grids)
     forward = read_flops(model.requires_grad_(False)).of(tokens, pairs)
     head = 2 * config.hidden_size * config.vocab_size
     predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
     if settings.trainer == "grpo":
         predicted = sum(settings.completion_lengths()[timed.start * GENERATIONS :])
-        grids = [grid for grid in grids for _ in range(GENERATIONS)]
     if settings.trainer == "dpo":
         predicted = sum(chosen + rejected for _, chosen, rejected in settings.pair_lengths()[timed])
         needed += reference - head * (tokens - predicted)

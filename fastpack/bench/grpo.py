@@ -18,7 +18,7 @@ from fastpack.bench.lengths import make_rows
 from fastpack.bench.models import lora_config, patch
 from fastpack.bench.rows import image_collator, training_rows
 from fastpack.bench.settings import GENERATIONS, RunSettings
-from fastpack.bench.shapes import has_images, make_config
+from fastpack.bench.shapes import TOWER, has_images, make_config
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 Rollouts = dict[str, Any]
@@ -50,7 +50,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def grpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``GRPOTrainer`` of a variant: every step updates once with new rollouts, without a reference."""
     size = settings.rows * GENERATIONS
-    tower = "visual" if has_images(settings.shape) else None
+    tower = TOWER if has_images(settings.shape) else None
     trainer = DrawnRollouts(
         make_rollouts(settings),
         model=model,

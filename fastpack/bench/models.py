@@ -9,7 +9,7 @@ import torch
 import fastpack
 from fastpack.bench import stock_varlen
 from fastpack.bench.settings import RunSettings
-from fastpack.bench.shapes import has_images, make_config
+from fastpack.bench.shapes import TOWER, has_images, make_config
 from fastpack.model.unwrap import find_parts
 
 LORA_RANK = 16
@@ -112,7 +112,7 @@ def with_lora(model: Any) -> Any:
     """
     from peft import get_peft_model
 
-    wrapped = get_peft_model(model, lora_config("visual" if find_parts(model).composite is not None else None))
+    wrapped = get_peft_model(model, lora_config(TOWER if find_parts(model).composite is not None else None))
     if getattr(model, "is_loaded_in_4bit", False):
         for parameter in wrapped.parameters():
             if parameter.requires_grad:

@@ -116,6 +116,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Config arguments by name; ``tiny`` and ``tiny-vl`` are for a CPU. Shapes with an image tower train on images."""
 
 
+TOWER = "visual"
+"""The name of the image tower in the shapes that have one."""
+
+
 def make_config(shape: str) -> Any:
     """Return the transformers config of a shape; its padding token is 0."""
     from transformers import AutoConfig

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastpack.backends.torch_varlen import grouped_heads
+from fastpack.bench.shapes import TOWER
 from fastpack.model.unwrap import find_parts
 
 NAME, IN_TOWERS = "bench_varlen", "bench_flash_varlen"
@@ -41,7 +42,8 @@ def implementation() -> tuple[str, str]:
 def use_in_tower(model: Any) -> None:
     """Let the image tower of a composite attend by FlashAttention-2."""
     name, _ = implementation()
-    find_parts(model).composite.visual.config._attn_implementation = IN_TOWERS if name == NAME else name
+    tower = getattr(find_parts(model).composite, TOWER)
+    tower.config._attn_implementation = IN_TOWERS if name == NAME else name
 
 
 def varlen_forward(

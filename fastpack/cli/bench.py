@@ -118,7 +118,7 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
 
     Raises:
         UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
-            without checkpointing, graphs or offloading on a CPU, or a plain loop for DPO or GRPO.
+            without checkpointing, graphs or offloading on a CPU, a plain loop for DPO or GRPO, or images for DPO.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
     sft = args.trainer == "sft"

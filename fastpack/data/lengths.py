@@ -157,12 +157,12 @@ def _tokens(value: Any) -> int:
         TypeError: these are the ids of several rows, or no ids.
     """
     count = len(value)
-    row: Any = value[0] if count == 1 else None
-    if hasattr(row, "__len__") and getattr(row, "ndim", 1) == 1:
-        return len(row)
-    if getattr(value, "ndim", 1) > 1:
+    row: Any = value[0] if count else None
+    if not hasattr(row, "__len__") or getattr(row, "ndim", 1) == 0:
+        return count
+    if count > 1 or getattr(row, "ndim", 1) > 1:
         raise TypeError("ids of several rows")
-    return count
+    return len(row)
 
 
 def _count(name: str, column: Iterable[Any], start: int = 0) -> Iterator[int]:

@@ -149,8 +149,8 @@ def _positions(find: Callable[..., Any], row: _Row) -> Tensor:
         axes, _ = find(**{name: value for name, value in columns.items() if name in parameters})
     except (RuntimeError, StopIteration, IndexError, TypeError) as error:
         raise PackingError(
-            f"the tokens of images in {row.name} of the batch don't match the sizes of its images ({error}). Pass "
-            "what the processor made, and don't cut it."
+            f"the model's positions could not be computed from {row.name} of the batch ({error}): its tokens of images "
+            "may not match the sizes of its images. Pass what the processor made, and don't cut it."
         ) from error
     return torch.as_tensor(axes)
 

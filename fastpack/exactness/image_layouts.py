@@ -27,7 +27,6 @@ class Layout:
         image: Makes the pixel inputs of one image.
         per_row: Whether images are stacked in a dimension behind the rows, ``[B, N, ...]``. Rows are then padded with
             images of zeros; else images are concatenated along the first dimension.
-        padding: The values that pad an input, by name, if not 0.
         around: The names of the settings with the ids of the tokens before and after each image; empty for none.
         masked: Whether each row has a mask, without which the model does not compute the positions of its images.
         required: Whether each row needs an image, since the model can't run without.
@@ -39,7 +38,6 @@ class Layout:
 
     image: Callable[[Any, Size, torch.Generator], Pixels]
     per_row: bool = False
-    padding: Mapping[str, int] | None = None
     around: tuple[str, str] = ("", "")
     masked: bool = False
     required: bool = False

@@ -233,7 +233,7 @@ WITH: Mapping[str, tuple[str, ...]] = {"gemma4": ("vision_config",), "gemma4_uni
 SQUARE, GRID, SIZED, TILES = Layout(square), Layout(grid), Layout(any_size), Layout(tile, per_row=True)
 BETWEEN = Layout(grid, around=("vision_start_token_id", "vision_end_token_id"), masked=True)
 LINE = Layout(target_sizes, along={"pixel_values": 3})
-PLACED = Layout(placed_patches, padding={"image_position_ids": -1})
+PLACED = Layout(placed_patches)
 LAYOUTS: Mapping[str, Layout] = {
     "apertus1p5": Layout(tokenized),
     "aria": SQUARE,
@@ -256,7 +256,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "gemma3": SQUARE,
     "gemma3n": SQUARE,
     "gemma4": PLACED,
-    "gemma4_unified": Layout(placed_tokens, padding={"image_position_ids": -1}),
+    "gemma4_unified": Layout(placed_tokens),
     "glm46v": GRID,
     "glm4v": GRID,
     "glm4v_moe": GRID,

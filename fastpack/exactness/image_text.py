@@ -22,6 +22,7 @@ from fastpack.exactness.family_settings import HEAD_DIM, TRAITS, VOCAB
 from fastpack.exactness.image_layouts import Layout, Pixels
 from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PACKAGES, PREFIX_TYPES, RELEASES, VISION, WITH
 from fastpack.exactness.tiny import build, build_tiny, model_types, plain_tokens, small_copy
+from fastpack.packing.pixels import PIXEL_PADDING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -280,7 +281,6 @@ def _joined(layout: Layout, parts: Sequence[Pixels], dim: int) -> Pixels:
     """Return pixel inputs joined along a dimension, all others padded to the longest."""
     if not parts:
         return {}
-    values = layout.padding or {}
     counts = [next(iter(part.values())).flatten(0, -2).shape[0] for part in parts]
     starts = list(accumulate(counts, initial=0))
     shifted = [
@@ -289,7 +289,7 @@ def _joined(layout: Layout, parts: Sequence[Pixels], dim: int) -> Pixels:
     ]
     dims = layout.along or {}
     return {
-        name: _padded_cat([part[name] for part in shifted], dims.get(name, dim), values.get(name, 0))
+        name: _padded_cat([part[name] for part in shifted], dims.get(name, dim), PIXEL_PADDING.get(name, 0))
         for name in parts[0]
     }
 

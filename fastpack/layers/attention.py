@@ -17,7 +17,7 @@ from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec, Spec
 from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.project import project_modules
-from fastpack.layers.rope import Tables, normalise_and_rotate, normalised, position_scale, repeated
+from fastpack.layers.rope import Tables, norm_place, normalise_and_rotate, position_scale, repeated
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import as_row
 from fastpack.ops.row_count import RowCount
@@ -169,7 +169,7 @@ def _heads(
     if spec.gated:
         both = q.unflatten(-1, (-1, 2 * head_dim))
         q, gate = both[..., :head_dim], both[..., head_dim:].flatten(1)
-    if normalised(module, spec) == "flat" and hasattr(module, spec.norms[0]):
+    if norm_place(module, spec) == "flat" and hasattr(module, spec.norms[0]):
         q, k = (getattr(module, name)(x) for name, x in zip(spec.norms, (q, k), strict=True))
     q, k, v = (x if x.ndim == 3 else x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
     return q, k if spec.key_scale is None else k * getattr(module, spec.key_scale), v, gate

@@ -40,7 +40,7 @@ def normalise_and_rotate(
         "implementation": runtime.kernels,
     }
     first, second = (getattr(module, name, None) for name in spec.norms)
-    if normalised(module, spec) == "head" and first is not None and second is not None:
+    if norm_place(module, spec) == "head" and first is not None and second is not None:
         norm, other = read_norm(first), read_norm(second)
         if norm is not None and other is not None and tables is not None and _share_a_launch(norm, other):
             how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
@@ -65,7 +65,7 @@ def position_scale(module: Any, packed: PackedSeqLens) -> Tensor:
     return factor
 
 
-def normalised(module: nn.Module, spec: AttentionSpec) -> str | None:
+def norm_place(module: nn.Module, spec: AttentionSpec) -> str | None:
     """Return where a module's norms of queries and keys act, as in :attr:`AttentionSpec.qk_norm`."""
     is_flat = spec.flat_if is not None and getattr(module, spec.flat_if[0]) == spec.flat_if[1]
     return "flat" if is_flat else spec.qk_norm

@@ -55,7 +55,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
 
     Raises:
         PackingError: see :func:`fastpack.packing.inputs.read_packing`; or a packed batch took the stock path.
-        UnsupportedModelError: the batch has images or audio.
+        UnsupportedModelError: the batch has images or audio that the family doesn't take, or blocks that no layer uses;
+            see also :func:`fastpack.model.checks.refuse_masks` and :func:`fastpack.model.blocks.with_blocks`.
         PatchError: see :meth:`fastpack.model.model_runtime.UserChanges.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """

@@ -135,7 +135,7 @@ def _counts_tokens(cache: object) -> bool:
 
 
 def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
-    """Raise if a batch has images, audio, an encoder's states or arguments about its rows."""
+    """Raise if a batch has media that the family doesn't take, an encoder's states or arguments about its rows."""
     own = REFUSED_IMAGES.get(family.model_type)
     of_media = {} if own is None else {MEDIA: f"{own}. Send text only, or"}
     for names, why in ({family.row_arguments: _ABOUT_ROWS} | _NOT_COVERED | of_media).items():
@@ -148,6 +148,8 @@ def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str
 
 def refuse_masks(backbone: nn.Module, mask: object) -> None:
     """Raise if a composite hands a mask of its own to its text model, the backbone.
+
+    It is not checked while compiling, when the masks that transformers makes arrive as well.
 
     Args:
         backbone: the text model.

@@ -1,6 +1,6 @@
 """Fingerprints of a tensor's rows: equal rows have equal fingerprints, and different rows have different ones.
 
-Definition, for x ``[N, ...]`` with F bits patterns b[n, i] in a row and fixed odd coefficients c[i, k]::
+Definition, for x ``[N, ...]`` with F bit patterns b[n, i] in a row and fixed odd coefficients c[i, k]::
 
     fingerprint[n, k] = sum over i of b[n, i] * c[i, k]   (modulo 2 ** 64, k = 0, 1)
 
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers of each number of bytes."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""The integers of each number of bytes. Eight bytes are two: with odd factors, two top bits of 64 would cancel."""
 _AT_ONCE = 2**24
 """The numbers that are multiplied at once, 8 bytes each."""
 _SEEDS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)

@@ -12,7 +12,7 @@ from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families.composites import composite_spec
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import family_of
-from fastpack.families.spec import Family, Spec
+from fastpack.families.spec import BlockSpec, Family, Spec
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.layers.window_checks import mask_maker
 from fastpack.model.blocks import applies
@@ -46,7 +46,7 @@ def covered_family(parts: Parts) -> Family:
                 f"{setting}. Nothing was changed."
             )
     text = config.get_text_config(decoder=True)  # a composite config holds a text config
-    blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    blocks = _blocks(parts)
     if blocks is None and mask_maker(parts.composite) is not None:
         raise UnsupportedModelError(
             f"{name} can't be patched: {type(parts.composite).__name__} makes the masks of its text model itself, and "
@@ -82,15 +82,23 @@ def covered_family(parts: Parts) -> Family:
     return family
 
 
+def _blocks(parts: Parts) -> BlockSpec | None:
+    """Return how a composite's batches mark blocks; None if they can't, or if there is no composite."""
+    return None if parts.composite is None else composite_spec(parts.composite).blocks
+
+
 def has_blocks(parts: Parts) -> bool:
     """Return whether some batches of a model have blocks of images, whose tokens see each other in both directions."""
-    blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    blocks = _blocks(parts)
     return blocks is not None and applies(blocks, parts.composite.config)
 
 
 def marks_both_ways(parts: Parts) -> bool:
-    """Return whether a model is set to attend in both directions, but its batches must say which tokens do."""
-    blocks = None if parts.composite is None else composite_spec(parts.composite).blocks
+    """Return whether a model is set to attend in both directions, but its batches must say which tokens do.
+
+    Such a composite's row says that the token types are required.
+    """
+    blocks = _blocks(parts)
     return blocks is not None and bool(blocks.required)
 
 

@@ -204,7 +204,7 @@ def _reasons(trainer: TrainerLike, loss_unit: LossUnit, budget: TokenBudget) -> 
                 'set says nothing of their lengths; pass loss_type="apo_zero_unpaired"'
             )
         if budget.too_long == "truncate":
-            yield 'too_long="truncate" would cut the tokens of images; set max_length in the config of this trainer'
+            yield 'too_long="truncate" would cut the tokens of images; raise max_tokens, or drop the longer examples'
     if budget.too_long != "truncate":
         return
     if budget.same_steps:

@@ -61,8 +61,9 @@ def test_lengths_of(kind: str, rows: list[dict[str, Any]], want: list[int]) -> N
 
 def test_rows_of_a_processor_are_tensors_of_one_row() -> None:
     assert lengths_of([{"input_ids": torch.ones(1, 5)}, {"input_ids": torch.ones(1)}]) == [5, 1]
-    with pytest.raises(PackingError, match="example 0 has no input_ids that can be counted"):
-        lengths_of([{"input_ids": torch.ones(2, 5)}])
+    for several in (torch.ones(2, 5), [[1, 2, 3], [4, 5, 6]], torch.ones(1, 2, 3)):
+        with pytest.raises(PackingError, match="example 0 has no input_ids that can be counted"):
+            lengths_of([{"input_ids": several}])
 
 
 def test_sequences_are_cut_where_the_collator_cuts() -> None:

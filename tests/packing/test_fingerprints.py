@@ -52,3 +52,8 @@ def test_order_counts_and_nothing_is_nothing() -> None:
 def test_a_gpu_computes_the_same(dtype: torch.dtype) -> None:
     x = (torch.randn(300, 70, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     assert torch.equal(fingerprints(x.cuda()).cpu(), fingerprints(x))
+
+
+def test_two_signs_of_float64_do_not_cancel() -> None:
+    prints = fingerprints(torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, 3.0], [1.0, -2.0, -3.0]], dtype=torch.float64))
+    assert len({(*row,) for row in prints.tolist()}) == 3
