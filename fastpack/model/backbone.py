@@ -24,6 +24,7 @@ from fastpack.model.checks import (
     refuse_packed_stock,
     refuse_positions,
     refuse_uncovered,
+    refuse_unmarked,
     refuse_unused_blocks,
     refuse_windows,
     takes_stock_path,
@@ -74,6 +75,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         if entered is None:
             refuse_packed_stock(arguments, packing)
         return patched.stock(**arguments, **packing)  # continuous batching reads the packing
+    if entered is None:
+        refuse_unmarked(backbone, runtime.composite)
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
     refuse_adapters(backbone, (), arguments)
@@ -92,7 +95,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     refuse_unused_blocks(backbone, family, packed)
     refuse_positions(backbone, family, arguments, packed)
     refuse_windows(watch.window, packed)
-    run = packed if sharing is None else sharing.serve(backbone, arguments, packed, entered)
+    run = packed if sharing is None else sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
     shared = run.shared
     ids, embeddings = _embedded(backbone, arguments, packed)
     as_tuple = wants_tuple(backbone, arguments)

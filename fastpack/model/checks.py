@@ -10,6 +10,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.families.composites import composite_spec
 from fastpack.families.refused import REFUSED_IMAGES
 from fastpack.families.spec import Family, MixerSpec
 from fastpack.layers.read_projection import method_of
@@ -144,6 +145,25 @@ def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str
             raise UnsupportedModelError(
                 f"{', '.join(refused)} came with the batch: {why} train this model unpatched (fastpack.unpatch(model))."
             )
+
+
+def refuse_unmarked(backbone: nn.Module, composite: Any) -> None:
+    """Raise if a text model was called without the composite around it, whose token types say what is causal.
+
+    Args:
+        backbone: the text model.
+        composite: the composite around it, or None.
+
+    Raises:
+        UnsupportedModelError: the stock text model attends in both directions.
+    """
+    blocks = None if composite is None else composite_spec(composite).blocks
+    if blocks is not None and blocks.required:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} was called without the {type(composite).__name__} around it. Alone it attends "
+            f"in both directions, and patched it follows {blocks.argument}. Call the {type(composite).__name__} or its "
+            "head, or train the model unpatched (fastpack.unpatch(model))."
+        )
 
 
 def refuse_masks(backbone: nn.Module, mask: object) -> None:

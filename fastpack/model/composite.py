@@ -19,6 +19,7 @@ from torch import Tensor
 from fastpack.errors import PackingError, UnsupportedModelError
 from fastpack.families.composites import CompositeSpec
 from fastpack.layers.hf_attention import naming_interface
+from fastpack.layers.window_checks import mask_maker
 from fastpack.model.backbone import pack, refuse_adapters
 from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import MEDIA, refuse_packed_stock, takes_stock_path
@@ -72,10 +73,12 @@ def entered(
     packing = take_packing(arguments)
     from_head = handover.take(source_of(arguments))
     packing = packing if from_head is None else {"packed_seq_lens": from_head}
+    makes_masks = mask_maker(composite) is not None and not torch.compiler.is_compiling()
+    turn = runtime.turn if makes_masks else nullcontext()
     if takes_stock_path(composite, arguments):
         refuse_packed_stock(arguments, packing)
         arguments.update(packing)  # continuous batching reads the packing
-        with handover.entering(EnteredBatch(None)):
+        with turn, handover.entering(EnteredBatch(None)):
             yield
         return
     refuse_adapters(composite, (), arguments)
@@ -92,8 +95,12 @@ def entered(
     positions = arguments.get("position_ids")
     if "position_ids" not in named and positions is not None and positions.ndim <= 2:
         del arguments["position_ids"]  # its tower would get them; the text model gets them with the packing
-    without_masks = nullcontext() if torch.compiler.is_compiling() else masks_off(composite, runtime.layers.attention)
-    with handover.entering(EnteredBatch(packed, own_ids(arguments))), without_masks:
+    batch = EnteredBatch(packed, own_ids(arguments))
+    with (
+        turn,
+        handover.entering(batch),
+        masks_off(composite, runtime.layers.attention) if makes_masks else nullcontext(),
+    ):
         yield
 
 
@@ -107,7 +114,8 @@ def own_ids(arguments: Mapping[str, Any]) -> Tensor | None:
 def masks_off(composite: Any, attention: str) -> Iterator[None]:
     """Let a composite build no mask inside a ``with`` block.
 
-    Some composites build the masks of their text model, of ``[B, 1, S, S]``. For an attention implementation without a
+    Some composites build the masks of their text model, of ``[B, 1, S, S]``
+    (:func:`fastpack.layers.window_checks.mask_maker`). For an attention implementation without a
     mask function, which fastpack's is, transformers builds none. The composite gets a copy of its config that names it.
     """
     config = composite.config

@@ -70,15 +70,22 @@ def image_features(patched: Replacement[None, ModelRuntime], *args: Any, **kwarg
         return patched.stock(*args, **kwargs)
     names = parameters(getattr(type(composite), GET_IMAGE_FEATURES))
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    shown = patched.runtime.handover.images
     images = None if sharing.knows_features is False else different_images(arguments)
     if images is None or images.count == len(images.order):
-        return patched.stock(*args, **kwargs)
+        result = patched.stock(*args, **kwargs)
+        shown.append(
+            image_of_tokens_in_rows(result, arguments) if images is None else image_of_tokens(result, images.order)
+        )
+        return result
     result = patched.stock(**images.arguments)
     if sharing.knows_features is None:
         sharing.knows_features = is_known(result, images.count)
         if not sharing.knows_features:  # the only batch whose images go through the tower again
+            shown.append(None)
             return patched.stock(*args, **kwargs)
     result = repeated(result, images)
+    shown.append(image_of_tokens(result, images.order))
     sharing.stats.images += len(images.order)
     sharing.stats.images_saved += len(images.order) - images.count
     return result
@@ -122,6 +129,48 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
     kept = {name: value.index_select(0, copies.first) for name, value in tensors.items() if name != _PIXELS}
     kept[_PIXELS] = pixels.index_select(0, send(rows, pixels.device))
     return DifferentImages({**arguments, **kept}, copies, order)
+
+
+def image_of_tokens_in_rows(result: Any, arguments: dict[str, Any]) -> list[int] | None:
+    """Return what :func:`image_of_tokens` returns, for rows that are padded with images of zeros.
+
+    Args:
+        result: a result whose features are a tensor for each row, with as many tokens for each of its images.
+        arguments: the arguments of ``get_image_features`` by name: ``pixel_values [B, N, C, h, w]`` and other inputs
+            ``[B, N, ...]``.
+    """
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1}
+    pixels, features = tensors.get(_PIXELS), getattr(result, _FEATURES, None)
+    if pixels is None or pixels.ndim <= _ONE_IMAGE or any(name not in PIXEL_INPUTS for name in tensors):
+        return None
+    if isinstance(features, Tensor) or not _is_by_image(features, len(pixels)):
+        return None
+    if any(value.shape[:2] != pixels.shape[:2] for value in tensors.values()):
+        return None
+    prints = {name: fingerprints(value.flatten(0, 1)) for name, value in tensors.items()}
+    keys = joined(list(prints.values())).unflatten(0, pixels.shape[:2]).tolist()
+    real = (prints[_PIXELS] != 0).any(1).unflatten(0, pixels.shape[:2]).tolist()
+    number: dict[Any, int] = {}
+    shown: list[int] = []
+    for row, kept, own in zip(keys, real, features or (), strict=True):
+        images = [number.setdefault((*key,), len(number)) for key, each in zip(row, kept, strict=True) if each]
+        if len(own) % max(1, len(images)):
+            return None
+        shown += [image for image in images for _ in range(len(own) // len(images))]
+    return shown
+
+
+def image_of_tokens(result: Any, order: list[int]) -> list[int] | None:
+    """Return the number of the image that each token of a result shows; None if the layout of its features is unknown.
+
+    Args:
+        result: a result with features of all I images.
+        order: the number of each image, equal for equal images.
+    """
+    features: Any = getattr(result, _FEATURES, None)
+    if not _is_by_image(features, len(order)):
+        return None
+    return [number for number, each in zip(order, features, strict=True) for _ in range(len(each))]
 
 
 def is_known(result: Any, count: int) -> bool:

@@ -12,7 +12,7 @@ from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock_attention import StockAttention
 from fastpack.layers.window_checks import LayerOrder
 from fastpack.model.prefix_sharing import PrefixSharing
-from fastpack.packing.handover import Handover
+from fastpack.packing.handover import Handover, Turn
 from fastpack.utils.classes import Classes
 from fastpack.utils.replacement import replacement_on
 
@@ -72,6 +72,7 @@ class ModelRuntime:
         sharing: the sharing of prefixes, or None.
         handover: hands a batch's packing down from the head, and from the composite around the backbone.
         composite: the composite around the backbone, or None.
+        turn: a composite that makes masks has one forward at a time, since it runs with another config.
     """
 
     layers: Runtime
@@ -81,6 +82,7 @@ class ModelRuntime:
     sharing: PrefixSharing | None = None
     handover: Handover = field(default_factory=Handover)
     composite: Any = None
+    turn: Turn = field(default_factory=Turn)
 
     @property
     def drops_packing(self) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.checks import MEDIA
-from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, token_fingerprints
+from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, image_of_each_token, token_fingerprints
 from fastpack.packing.handover import EnteredBatch
 from fastpack.packing.prefixes import Prefixes, common_prefixes, without_cut_blocks
 from fastpack.packing.seqlens import PackedSeqLens
@@ -97,12 +97,13 @@ class PrefixSharing:
         arguments: Mapping[str, Any],
         packed: PackedSeqLens,
         entered: EnteredBatch | None = None,
+        images: Sequence[list[int] | None] = (),
     ) -> PackedSeqLens:
         """Return ``packed`` with its prefixes shared, or unchanged if sharing is not exact or does not pay.
 
         In a composite, equal ids may stand for different images, and positions of several axes may differ between equal
-        ids. Then tokens are the same if all that the text model gets for them is equal: embeddings, positions of every
-        axis and features of images.
+        ids. Then tokens are the same if all that the text model gets for them is equal (embeddings, positions of every
+        axis and features of images), and where that comes from: ids and images, to which the gradients go.
 
         The host waits for the device once if prefixes were not found with the lengths, that is, if a collator made
         ``packed_seq_lens`` without ids; and once more to compare what equal ids stand for.
@@ -112,6 +113,7 @@ class PrefixSharing:
             arguments: the backbone's arguments, before they are un-padded.
             packed: the batch's packing.
             entered: the batch of the composite around the backbone, or None.
+            images: the images that its tokens show (:class:`fastpack.packing.handover.Handover`).
         """
         of_composite = None if entered is None else entered.ids
         positions = arguments.get("position_ids")
@@ -121,7 +123,8 @@ class PrefixSharing:
             ids = arguments["input_ids"] if of_composite is None else of_composite
             prefixes = packed.prefixes_in(packed.unpad(ids))
             if compares and self._pays(prefixes, packed):
-                prefixes = common_prefixes(packed.lengths, token_fingerprints(arguments, packed).cpu())
+                sources = self._sources(backbone, arguments, packed, of_composite, images)
+                prefixes = common_prefixes(packed.lengths, token_fingerprints(arguments, packed, sources).cpu())
                 if packed.two_way is not None:
                     blocks = torch.stack([packed.two_way.first, packed.two_way.end]).tolist()
                     prefixes = without_cut_blocks(prefixes, packed.lengths, *blocks)
@@ -135,6 +138,23 @@ class PrefixSharing:
         self.stats.shared += 1
         self.stats.saved += prefixes.saved
         return packed.share(prefixes)
+
+    @staticmethod
+    def _sources(
+        backbone: ModelLike,
+        arguments: Mapping[str, Any],
+        packed: PackedSeqLens,
+        ids_BS: Tensor | None,
+        images: Sequence[list[int] | None],
+    ) -> list[Tensor]:
+        """Return the id and the image that each token of a composite comes from, int64 ``[T]`` each."""
+        if ids_BS is None:
+            return []
+        ids, embeddings = packed.unpad(ids_BS)[0], arguments.get("inputs_embeds")
+        if embeddings is None:
+            return [ids]
+        embeddings = packed.unpad(embeddings)[0]
+        return [ids, image_of_each_token(backbone.get_input_embeddings(), ids, embeddings, list(images))]
 
     def shares_images(self, composite: ModelLike) -> bool:
         """Return whether equal images of a batch have equal features."""

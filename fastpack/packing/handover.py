@@ -26,6 +26,26 @@ class EnteredBatch:
     ids: Tensor | None = None
 
 
+class Turn:
+    """A lock that threads take in turn, and one thread more than once. A copy or a pickle is a lock of its own."""
+
+    def __init__(self) -> None:
+        """Set up the lock."""
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        """Wait for the turn."""
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        """End the turn."""
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        """Pickle or copy a lock that nobody holds."""
+        return Turn, ()
+
+
 class Handover(threading.local):
     """Hands a batch's packing down inside one patched model. Each thread has its own batch.
 
@@ -34,11 +54,14 @@ class Handover(threading.local):
 
     Attributes:
         entered: the batch of the composite that is running, or None.
+        images: for each time that the running composite has computed features of images, the number of the image that
+            each of its tokens shows, equal for equal images; None where it is unknown.
     """
 
     def __init__(self) -> None:
         """Set up without a batch, once in each thread, with all attributes that a compiler looks for."""
         self.entered: EnteredBatch | None = None
+        self.images: list[list[int] | None] = []
         self._offered: tuple[Tensor, PackedSeqLens] | None = None
 
     def __deepcopy__(self, memo: object) -> Handover:
@@ -75,8 +98,9 @@ class Handover(threading.local):
     @contextmanager
     def entering(self, batch: EnteredBatch) -> Iterator[None]:
         """Hand this batch to the text model until the composite's forward ends."""
-        before, self.entered = self.entered, batch
+        before, self.entered = (self.entered, self.images), batch
+        self.images = []
         try:
             yield
         finally:
-            self.entered = before
+            self.entered, self.images = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -134,3 +135,41 @@ def test_the_report_says_which_backend_takes_images(monkeypatch: pytest.MonkeyPa
     for model_type, images in (("gemma4", True), ("llava", False)):
         notes = "\n".join(fastpack.report(fastpack.patch(build(model_type))).notes)
         assert ("in batches with images" in notes) == images
+
+
+def test_a_prefixs_text_model_alone_is_refused() -> None:
+    """The stock one attends in both directions."""
+    model = fastpack.patch(build("paligemma"))
+    with pytest.raises(
+        fastpack.UnsupportedModelError, match="GemmaModel was called without the PaliGemmaModel around it"
+    ):
+        model.model.language_model(input_ids=torch.tensor([[5, 6, 7]]))
+
+
+def test_threads_restore_the_config() -> None:
+    """A composite that makes masks has another config while it runs packed, which no other thread may see."""
+    model = build("gemma3").eval()
+    batch, row = batch_of(model, samples(model, 0), "left"), samples(model, 0)[0]
+    config = model.model.config
+    with torch.no_grad():
+        expected, cached = model(**batch).logits, model(**row, use_cache=True).logits
+    fastpack.patch(model)
+    errors: list[float] = []
+
+    def packed() -> None:
+        real = batch["attention_mask"].bool()
+        with torch.no_grad():
+            errors.extend(relative(model(**batch).logits[real], expected[real]) for _ in range(10))
+
+    def stock() -> None:
+        with torch.no_grad():
+            errors.extend(relative(model(**row, use_cache=True).logits, cached) for _ in range(10))
+
+    threads = [threading.Thread(target=each) for each in (packed, stock, packed, stock)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert model.model.config is config
+    assert len(errors) == 40
+    assert max(errors) <= FLOAT32_BOUND

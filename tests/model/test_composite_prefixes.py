@@ -93,6 +93,7 @@ def test_images_and_prompts_in_common_run_once(model_type: str) -> None:
 
 
 def test_features_of_layers_in_a_dict() -> None:
+    """Which image each of its tokens shows is not known, so nothing is shared from an image on."""
     try:
         model = build_image_text("granite4_vision").train()
     except ValueError as error:
@@ -104,7 +105,35 @@ def test_features_of_layers_in_a_dict() -> None:
         logits, grads = off(results(model, [batch_of(model, rows)]), alone)
     assert logits <= BOUND
     assert grads <= GRADIENT_BOUND
-    assert counts == [nodes]
+    assert nodes < counts[0] <= sum(row["input_ids"].numel() for row in rows)
+
+
+LAST_BEHIND_TOWER = ("multi_modal_projector.linear_2.weight", "merger.linear_fc2.weight", "projection_weight")
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen3_vl", "gemma3"])
+def test_equal_embeddings_from_elsewhere_share_nothing(model_type: str) -> None:
+    """Two ids have the same row, and two images the same features: each gets its own gradient."""
+    model = build_image_text(model_type).train()
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding[7] = embedding[6]
+        for name, parameter in model.named_parameters():  # the last layer behind the tower
+            if name.endswith(
+                ("multi_modal_projector.linear_2.weight", "merger.linear_fc2.weight", "projection_weight")
+            ):
+                parameter.zero_()
+    rows = samples(model, 0, ((5, (2, 2), 6),))
+    twin = {name: value.clone() for name, value in rows[0].items()}
+    rows[0]["input_ids"][0, 2] = twin["input_ids"][0, 2] = 6
+    rows[0]["input_ids"][0, -3], twin["input_ids"][0, -3] = 6, 7
+    rows += [twin, other_pixels(rows[0])]
+    alone = results(model, rows)
+    fastpack.patch(model, share_prefixes="auto")
+    logits, grads = off(results(model, [batch_of(model, rows)]), alone)
+    assert logits <= BOUND
+    assert grads <= GRADIENT_BOUND
+    assert fastpack.report(model).notes, "prefixes are looked for"
 
 
 def prefixed(prefix: int, answer: int, seed: int) -> Row:
