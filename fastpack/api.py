@@ -181,11 +181,11 @@ def patch(
             vision-language model, equal images of a batch go through the tower once (also if other layers than
             attention mix tokens), and prompts are shared if their images are the same. The tower sees all images where
             rows are padded with images of zeros (SmolVLM, if rows have different numbers of images), and where it draws
-            random numbers or trains batch norms. Nothing is shared while dropout
-            or other noise is active (each copy has its own), with ``inputs_embeds``, or under ``torch.compile``.
-            Finding prefixes needs the token ids on the host. If the model reads the lengths from the batch, the ids
-            come in the same copy. If the collator is fastpack's, or wrapped by :func:`fastpack.with_packed_seq_lens`,
-            it has already found the prefixes. Otherwise the host waits for the device once a batch.
+            random numbers or trains batch norms. Nothing is shared while dropout or other noise is active (each copy
+            has its own), with ``inputs_embeds``, or under ``torch.compile``. Finding prefixes needs the token ids on
+            the host. If the model reads the lengths from the batch, the ids come in the same copy. If the collator is
+            fastpack's, or wrapped by :func:`fastpack.with_packed_seq_lens`, it has already found the prefixes.
+            Otherwise the host waits for the device once a batch.
         strict: Raise unless every layer is on the fast tier.
         verify: Run :func:`fastpack.verify` on the patched model, and unpatch the model again if this check fails.
         max_tokens: For trainers of transformers and TRL: fill each micro-batch with at most this number of tokens,

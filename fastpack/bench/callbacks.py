@@ -1,4 +1,4 @@
-"""What the benchmark does in trainers between steps."""
+"""The callbacks of the benchmark's trainers."""
 
 from __future__ import annotations
 

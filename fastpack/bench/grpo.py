@@ -22,7 +22,7 @@ from fastpack.bench.shapes import TOWER, has_images, make_config
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 Rollouts = dict[str, Any]
-"""What a ``GRPOTrainer`` updates the model with: padded prompts and completions, their masks, and advantages."""
+"""The rollouts of one update of a ``GRPOTrainer``: padded prompts and completions, their masks, and advantages."""
 
 
 class DrawnRollouts(GRPOTrainer):

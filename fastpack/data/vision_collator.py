@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from fastpack.data.packed_collators import Example, TokenSequence, column_of, real_slice, supervised
 from fastpack.errors import PackingError
-from fastpack.packing.pixels import PIXEL_INPUTS, PIXEL_PADDING
+from fastpack.packing.pixels import PIXEL_INPUTS, join_pixels
 from fastpack.packing.seqlens import PackedSeqLens
 
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "attention_mask")
@@ -84,7 +83,7 @@ class PackedVisionCollator:
             batch[name] = torch.cat([row.types[name] for row in rows])[None]
         names = dict.fromkeys(name for row in rows for name in row.pixels)
         for name in names:
-            batch[name] = _joined([row.pixels[name] for row in rows if name in row.pixels], PIXEL_PADDING.get(name, 0))
+            batch[name] = join_pixels([row.pixels[name] for row in rows if name in row.pixels], name)
         return batch
 
 
@@ -153,17 +152,6 @@ def _positions(find: Callable[..., Any], row: _Row) -> Tensor:
             "may not match the sizes of its images. Pass what the processor made, and don't cut it."
         ) from error
     return torch.as_tensor(axes)
-
-
-def _joined(parts: Sequence[Tensor], padding: int) -> Tensor:
-    """Return pixel inputs joined along their first dimension, each padded at the end of its other dimensions."""
-    sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
-    widths = [[(0, most - own) for most, own in zip(sizes, part.shape[1:], strict=True)] for part in parts]
-    padded = [
-        pad(part, [side for width in reversed(each) for side in width], value=padding)
-        for part, each in zip(parts, widths, strict=True)
-    ]
-    return torch.cat(padded)
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

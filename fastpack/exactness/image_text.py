@@ -22,7 +22,7 @@ from fastpack.exactness.family_settings import HEAD_DIM, TRAITS, VOCAB
 from fastpack.exactness.image_layouts import Layout, Pixels
 from fastpack.exactness.image_settings import LAYOUTS, NEEDS, NOT_BUILT, PACKAGES, PREFIX_TYPES, RELEASES, VISION, WITH
 from fastpack.exactness.tiny import build, build_tiny, model_types, plain_tokens, small_copy
-from fastpack.packing.pixels import PIXEL_PADDING
+from fastpack.packing.pixels import join_pixels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -288,21 +288,7 @@ def _joined(layout: Layout, parts: Sequence[Pixels], dim: int) -> Pixels:
         for part, start in zip(parts, starts, strict=False)
     ]
     dims = layout.along or {}
-    return {
-        name: _padded_cat([part[name] for part in shifted], dims.get(name, dim), PIXEL_PADDING.get(name, 0))
-        for name in parts[0]
-    }
-
-
-def _padded_cat(tensors: Sequence[Tensor], dim: int, value: int) -> Tensor:
-    """Return tensors joined along a dimension, all other dimensions padded at their end with this value."""
-    shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
-    widths = [
-        [0 if at == dim else size - own for at, (size, own) in enumerate(zip(shape, tensor.shape, strict=True))]
-        for tensor in tensors
-    ]
-    padding = [[side for width in reversed(each) for side in (0, width)] for each in widths]
-    return torch.cat([pad(t, p, value=value) for t, p in zip(tensors, padding, strict=True)], dim=dim)
+    return {name: join_pixels([part[name] for part in shifted], name, dims.get(name, dim)) for name in parts[0]}
 
 
 def _settings_of_parts(config: Any) -> dict[str, Any]:

@@ -7,8 +7,9 @@ Shape suffixes: I images, U different images.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -98,10 +99,10 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
         arguments: the arguments of ``get_image_features`` by name. Either tensors have an entry for each image (or
             each row of images), or patches of all images are behind each other, as many as ``image_grid_thw`` says.
     """
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
-    pixels, grid = tensors.get(_PIXELS), tensors.get(_GRID)
-    if pixels is None or not len(pixels) or any(name not in PIXEL_INPUTS for name in tensors):
+    tensors = _pixel_inputs(arguments)
+    if tensors is None:
         return None
+    pixels, grid = tensors[_PIXELS], tensors.get(_GRID)
     if grid is not None:
         if len(tensors) > 2:
             return None
@@ -115,13 +116,12 @@ def different_images(arguments: dict[str, Any]) -> DifferentImages | None:
     else:
         if any(len(value) != len(pixels) for value in tensors.values()):
             return None
-        if pixels.ndim > _ONE_IMAGE and bool((fingerprints(pixels.flatten(0, 1)) == 0).all(1).any()):
+        if pixels.ndim > _ONE_IMAGE and not bool(_is_image(pixels).all()):
             return None  # rows padded with images of zeros, which some models leave out before the tower
         counts = [1] * len(pixels)
         keys = [(*each,) for each in joined([fingerprints(value) for value in tensors.values()]).tolist()]
-    number: dict[Any, int] = {}
-    order = [number.setdefault(key, len(number)) for key in keys]
-    first = [order.index(each) for each in range(len(number))]
+    order = _numbered(keys)
+    first = [order.index(each) for each in range(max(order) + 1)]
     starts = [*accumulate(counts, initial=0)]
     rows = torch.cat([torch.arange(starts[image], starts[image + 1]) for image in first])
     host = copies_of(torch.tensor(order), torch.tensor(first))
@@ -139,24 +139,22 @@ def image_of_tokens_in_rows(result: Any, arguments: dict[str, Any]) -> list[int]
         arguments: the arguments of ``get_image_features`` by name: ``pixel_values [B, N, C, h, w]`` and other inputs
             ``[B, N, ...]``.
     """
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1}
-    pixels, features = tensors.get(_PIXELS), getattr(result, _FEATURES, None)
-    if pixels is None or pixels.ndim <= _ONE_IMAGE or any(name not in PIXEL_INPUTS for name in tensors):
+    tensors, features = _pixel_inputs(arguments), getattr(result, _FEATURES, None)
+    if tensors is None or tensors[_PIXELS].ndim <= _ONE_IMAGE:
         return None
-    if isinstance(features, Tensor) or not _is_by_image(features, len(pixels)):
+    pixels = tensors[_PIXELS]
+    if features is None or isinstance(features, Tensor) or not _is_by_image(features, len(pixels)):
         return None
     if any(value.shape[:2] != pixels.shape[:2] for value in tensors.values()):
         return None
-    prints = {name: fingerprints(value.flatten(0, 1)) for name, value in tensors.items()}
-    keys = joined(list(prints.values())).unflatten(0, pixels.shape[:2]).tolist()
-    real = (prints[_PIXELS] != 0).any(1).unflatten(0, pixels.shape[:2]).tolist()
-    number: dict[Any, int] = {}
+    is_image = _is_image(pixels)
+    prints = joined([fingerprints(value.flatten(0, 1)) for value in tensors.values()])
+    numbers = iter(_numbered((*each,) for each in prints[is_image.flatten()].tolist()))
     shown: list[int] = []
-    for row, kept, own in zip(keys, real, features or (), strict=True):
-        images = [number.setdefault((*key,), len(number)) for key, each in zip(row, kept, strict=True) if each]
-        if len(own) % max(1, len(images)):
+    for count, own in zip(is_image.sum(1).tolist(), features, strict=True):
+        if len(own) % max(1, count):
             return None
-        shown += [image for image in images for _ in range(len(own) // len(images))]
+        shown += [image for image in islice(numbers, count) for _ in range(len(own) // count)]
     return shown
 
 
@@ -171,6 +169,24 @@ def image_of_tokens(result: Any, order: list[int]) -> list[int] | None:
     if not _is_by_image(features, len(order)):
         return None
     return [number for number, each in zip(order, features, strict=True) for _ in range(len(each))]
+
+
+def _pixel_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
+    """Return the tensors among these arguments; None without images, or if one may belong to something else."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+    is_known = _PIXELS in tensors and len(tensors[_PIXELS]) and all(name in PIXEL_INPUTS for name in tensors)
+    return tensors if is_known else None
+
+
+def _is_image(pixels: Tensor) -> Tensor:
+    """Return which images of rows ``[B, N, C, h, w]`` are none of the zeros that pad a row, bool ``[B, N]``."""
+    return pixels.flatten(2).any(2)
+
+
+def _numbered(keys: Iterable[Hashable]) -> list[int]:
+    """Return a number for each key, from 0 on in the order of first appearance, equal for equal keys."""
+    number: dict[Hashable, int] = {}
+    return [number.setdefault(key, len(number)) for key in keys]
 
 
 def is_known(result: Any, count: int) -> bool:

@@ -6,6 +6,7 @@ Shape suffixes: B rows and S columns of the original batch, T real tokens, U kep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,40 +36,51 @@ PER_VISUAL_TOKEN = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_fe
 argument that marks these tokens, bool ``[B, S]`` or ``[B, S, H]``."""
 
 
-def image_of_each_token(
-    embedding: nn.Module, ids_T: Tensor, embeds_TH: Tensor, images: list[list[int] | None]
-) -> Tensor:
-    """Return the number of the image that each token shows, int64 ``[T]``.
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where the tokens of a composite's text model come from, and their gradients go to.
 
-    A token shows an image, a video or a sound if its embedding is not that of its id. Text has -1. Tokens of an image
-    that is not known have numbers of their own below -1.
-
-    Args:
-        embedding: the module that embeds ids.
-        ids_T: int64 ``[T]``.
-        embeds_TH: what the text model gets instead of ids, ``[T, H]``.
+    Attributes:
+        ids: the composite's ids, int64 ``[B, S]``.
+        embedding: the module that embeds them.
         images: see :class:`fastpack.packing.handover.Handover`.
     """
-    count = getattr(embedding, "num_embeddings", None)
-    with torch.no_grad():
-        own = embedding(ids_T if count is None else ids_T.clamp(max=count - 1))
+
+    ids: Tensor
+    embedding: nn.Module
+    images: Sequence[list[int] | None]
+
+    def of_tokens(self, packed: PackedSeqLens, embeds_TH: Tensor | None) -> dict[str, Tensor]:
+        """Return the id of each token, int64 ``[T]``, and the number of the image that it shows, int64 ``[T]``.
+
+        A token shows an image, a video or a sound if its embedding is not that of its id. Text has -1. Tokens of an
+        image that is not known have numbers of their own below -1.
+
+        Args:
+            packed: the batch's packing.
+            embeds_TH: what the text model gets instead of ids, ``[T, H]``, or None.
+        """
+        ids_T = packed.unpad(self.ids)[0]
+        if embeds_TH is None:
+            return {"ids": ids_T}
+        count = getattr(self.embedding, "num_embeddings", None)
+        with torch.no_grad():
+            own = self.embedding(ids_T if count is None else ids_T.clamp(max=count - 1))
         shows = (own != embeds_TH).any(1)
-    own_numbers = -2 - torch.arange(len(ids_T), device=ids_T.device)
-    numbers = torch.where(shows, own_numbers, -1)
-    known = images[0] if len(images) == 1 else None
-    places = shows.nonzero()[:, 0]
-    if known is None or len(known) != len(places):
-        return numbers
-    return numbers.index_copy(0, places, torch.tensor(known, device=ids_T.device))
+        numbers = torch.where(shows, -2 - torch.arange(len(ids_T), device=ids_T.device), -1)
+        known, places = self.images[0] if len(self.images) == 1 else None, shows.nonzero()[:, 0]
+        if known is not None and len(known) == len(places):
+            numbers = numbers.index_copy(0, places, torch.tensor(known, device=ids_T.device))
+        return {"ids": ids_T, "image": numbers}
 
 
-def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens, others: Sequence[Tensor] = ()) -> Tensor:
+def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens, origin: Origin | None = None) -> Tensor:
     """Return a fingerprint of all that a backbone gets for each token, positions and blocks included: int64 ``[T, 2]``.
 
     Args:
         arguments: the backbone's arguments, before they are un-padded.
         packed: the batch's packing.
-        others: further numbers of each token, ``[T, ...]``.
+        origin: where the tokens come from, if that counts as well.
     """
     names = ("input_ids", "inputs_embeds", *PER_TOKEN)
     given = {name: packed.unpad(arguments[name])[0] for name in names if arguments.get(name) is not None}
@@ -78,7 +90,9 @@ def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens, othe
         given["axes"] = packed.unpad_axes(positions)[:, 0].T
     if packed.two_way is not None:
         given["blocks"] = packed.two_way.first - packed.cu_seqlens.index_select(0, packed.seq_idx[0])
-    prints = [fingerprints(value) for value in (*given.values(), *others)]
+    if origin is not None:
+        given |= origin.of_tokens(packed, given.get("inputs_embeds"))
+    prints = [fingerprints(value) for value in given.values()]
     for name, mask in PER_VISUAL_TOKEN.items():
         if arguments.get(name) is None or arguments.get(mask) is None:
             continue

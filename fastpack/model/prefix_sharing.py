@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.checks import MEDIA
-from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, image_of_each_token, token_fingerprints
+from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, Origin, token_fingerprints
 from fastpack.packing.handover import EnteredBatch
 from fastpack.packing.prefixes import Prefixes, common_prefixes, without_cut_blocks
 from fastpack.packing.seqlens import PackedSeqLens
@@ -123,8 +123,10 @@ class PrefixSharing:
             ids = arguments["input_ids"] if of_composite is None else of_composite
             prefixes = packed.prefixes_in(packed.unpad(ids))
             if compares and self._pays(prefixes, packed):
-                sources = self._sources(backbone, arguments, packed, of_composite, images)
-                prefixes = common_prefixes(packed.lengths, token_fingerprints(arguments, packed, sources).cpu())
+                origin = None
+                if of_composite is not None:
+                    origin = Origin(of_composite, backbone.get_input_embeddings(), images)
+                prefixes = common_prefixes(packed.lengths, token_fingerprints(arguments, packed, origin).cpu())
                 if packed.two_way is not None:
                     blocks = torch.stack([packed.two_way.first, packed.two_way.end]).tolist()
                     prefixes = without_cut_blocks(prefixes, packed.lengths, *blocks)
@@ -138,23 +140,6 @@ class PrefixSharing:
         self.stats.shared += 1
         self.stats.saved += prefixes.saved
         return packed.share(prefixes)
-
-    @staticmethod
-    def _sources(
-        backbone: ModelLike,
-        arguments: Mapping[str, Any],
-        packed: PackedSeqLens,
-        ids_BS: Tensor | None,
-        images: Sequence[list[int] | None],
-    ) -> list[Tensor]:
-        """Return the id and the image that each token of a composite comes from, int64 ``[T]`` each."""
-        if ids_BS is None:
-            return []
-        ids, embeddings = packed.unpad(ids_BS)[0], arguments.get("inputs_embeds")
-        if embeddings is None:
-            return [ids]
-        embeddings = packed.unpad(embeddings)[0]
-        return [ids, image_of_each_token(backbone.get_input_embeddings(), ids, embeddings, list(images))]
 
     def shares_images(self, composite: ModelLike) -> bool:
         """Return whether equal images of a batch have equal features."""

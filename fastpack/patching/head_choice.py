@@ -1,4 +1,4 @@
-"""What a model's head computes, and whether its loss runs fused."""
+"""The choice of a head's kind, and of its fused loss."""
 
 from __future__ import annotations
 
