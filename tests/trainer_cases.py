@@ -158,6 +158,19 @@ def watch_batches(trainer: Any) -> list[list[tuple[int, ...]]]:
     return seen
 
 
+def watch_sizes(trainer: Any) -> list[int]:
+    """Record the tokens of each batch whose loss is computed, until ``compute_loss`` is deleted."""
+    sizes: list[int] = []
+    step = trainer.compute_loss
+
+    def measured(model: Any, inputs: Any, **kwargs: Any) -> Any:
+        sizes.append(total(inputs))
+        return step(model, inputs, **kwargs)
+
+    trainer.compute_loss = measured
+    return sizes
+
+
 def ids_of(example: dict[str, Any]) -> tuple[int, ...]:
     return tuple(i for name in sorted(example) if name.endswith("_ids") for i in example[name])
 

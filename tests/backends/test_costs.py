@@ -9,33 +9,14 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, measure
+from block_masks import Largest, assert_same_block_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastpack.attention_dispatch import attend
 from fastpack.backends import flex, reference, segments
 from fastpack.backends.call import AttentionCall
 from fastpack.packing.seqlens import PackedSeqLens
-
-
-class Largest(TorchDispatchMode):
-    """A mode that records the largest number of elements that any operation inside returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-        self.operation = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            # a view such as expand() holds no more than what it shows
-            if isinstance(value, Tensor) and value.untyped_storage().nbytes() // value.element_size() > self.elements:
-                self.elements = value.untyped_storage().nbytes() // value.element_size()
-                self.operation = f"{func}: {tuple(value.shape)}"
-        return result
 
 
 def make(lengths: list[int], *, value_dim: int = 8, **settings: Any) -> AttentionCall:
@@ -93,14 +74,6 @@ def test_the_meter_sees_a_mask_of_size_t_by_t() -> None:
     assert largest.elements == 3000 * 3000
 
 
-def dense_blocks(count: Tensor, indices: Tensor) -> Tensor:
-    """Return a bool mask ``[Q, K]`` from the number of blocks that each row sees, and their indices."""
-    dense = torch.zeros(indices.shape[-2:], dtype=torch.bool)
-    for row, many in enumerate(count.flatten().tolist()):
-        dense[row, indices[0, 0, row, :many].long()] = True
-    return dense
-
-
 @pytest.mark.parametrize("window", [None, 1, 7, 128, 129, 300, 5000])
 @pytest.mark.parametrize(
     "lengths",
@@ -128,20 +101,7 @@ def test_block_mask_is_what_torch_makes(lengths: list[int], window: int | None) 
         seen = (sequence[query] == sequence[key]) & (key <= query)
         return seen if window is None else seen & (key > query - window)
 
-    theirs = create_block_mask(visible, 1, 1, sum(lengths), sum(lengths), device="cpu")
-    assert mine.BLOCK_SIZE == theirs.BLOCK_SIZE
-    assert mine.seq_lengths == theirs.seq_lengths
-    assert torch.equal(mine.to_dense(), theirs.to_dense())
-    for side in ("kv", "q"):  # the backward walks over the second
-        for kind in ("", "full_"):
-            count, indices = (f"{kind}{side}_num_blocks", f"{kind}{side}_indices")
-            actual = dense_blocks(getattr(mine, count), getattr(mine, indices))
-            assert torch.equal(actual, dense_blocks(getattr(theirs, count), getattr(theirs, indices))), count
-    # inside the blocks that are neither full nor empty, token by token
-    token = torch.arange(sum(lengths))
-    zero = torch.zeros((), dtype=torch.long)
-    expected = visible(zero, zero, token[:, None], token)
-    assert torch.equal(mine.mask_mod(zero, zero, token[:, None], token), expected)
+    assert_same_block_mask(mine, visible, sum(lengths))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

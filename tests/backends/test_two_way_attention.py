@@ -24,10 +24,9 @@ from attention_cases import (
     plain,
     truth_of,
 )
+from block_masks import Largest, assert_same_block_mask
 from machines import BF16, DOUBLE, FLOAT, shape
-from test_costs import Largest, dense_blocks
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from fastpack.attention_dispatch import BACKENDS, attend, choose, explain
 from fastpack.backends import custom_op as opaque
@@ -214,17 +213,7 @@ def test_block_mask_is_what_torch_makes(lengths: list[int], window: int | None, 
         seen = causal & in_window | together if two_way == "whole" else (causal | together) & in_window
         return seen & (sequence[query] == sequence[key])
 
-    theirs = create_block_mask(visible, 1, 1, sum(lengths), sum(lengths), device="cpu")
-    assert torch.equal(mine.to_dense(), theirs.to_dense())
-    for side in ("kv", "q"):
-        for kind in ("", "full_"):
-            count, indices = (f"{kind}{side}_num_blocks", f"{kind}{side}_indices")
-            actual = dense_blocks(getattr(mine, count), getattr(mine, indices))
-            assert torch.equal(actual, dense_blocks(getattr(theirs, count), getattr(theirs, indices))), count
-    token = torch.arange(sum(lengths))
-    zero = torch.zeros((), dtype=torch.long)
-    pairs = (zero, zero, token[:, None], token)
-    assert torch.equal(mine.mask_mod(*pairs), visible(*pairs))
+    assert_same_block_mask(mine, visible, sum(lengths))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -60,3 +60,11 @@ def assert_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFi
     (line,) = (line for line in printed.err.splitlines() if line.startswith(f"fastpack {arguments[0]}: error: "))
     assert message in line
     assert "Traceback" not in printed.err
+
+
+ON_CPU = ["--device", "cpu", "--jobs", "1"]
+
+
+def smoke_main(flags: list[str]) -> int:
+    """Run ``fastpack smoke`` with these flags in this process, and return its exit code."""
+    return main(["smoke", *flags])

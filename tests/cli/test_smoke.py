@@ -11,15 +11,14 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import smoke_stand_ins
 import torch
 import transformers
+from cli_runs import ON_CPU, smoke_main
 from known_families import KNOWN
-from transformers import LlavaForConditionalGeneration
 
 import fastpack
 import fastpack.cli.smoke as smoke
@@ -31,11 +30,10 @@ from fastpack.cli.families import family_rows
 from fastpack.cli.main import main
 from fastpack.cli.smoke import MOST_USED, MOST_USED_ON_IMAGES, choose
 from fastpack.exactness.family_settings import NOT_BUILT
-from fastpack.exactness.image_oracle import IMAGE_KINDS
 from fastpack.exactness.image_text import image_text_types
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.tiny import build_tiny, model_types
-from fastpack.families.refused import REFUSED, REFUSED_IMAGES
+from fastpack.families.refused import REFUSED
 from fastpack.families.registry import family_named
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.testing import processes, worker
@@ -46,11 +44,6 @@ UNTRIED = {**NOT_BUILT, **REFUSED}
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
 
 
-def smoke_main(flags: list[str]) -> int:
-    return main(["smoke", *flags])
-
-
-ON_CPU = ["--device", "cpu", "--jobs", "1"]
 EXACT = Task(("exact",), "auto", Setting())
 
 
@@ -73,37 +66,6 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
             assert row.speed is not None
             assert row.speed > 0
     assert "4 runs of 1 family" in capsys.readouterr().out
-
-
-def test_an_image_text_model_on_text_and_on_images(tmp_path: Path) -> None:
-    result = tmp_path / "run.json"
-    flags = ["internvl", "llama", "--modes", "exact", "images", "--backends", "auto", "--json", str(result)]
-    assert smoke_main([*flags, *ON_CPU]) == 0
-    text, images, llama = Record.read(result).rows
-    assert (text.mode, images.mode, llama.mode) == ("exact", "images", "exact")
-    assert {row.verdict for row in (text, images, llama)} == {"exact"}
-    assert text.tier == images.tier == "fast"
-    assert text.kinds.keys() > INPUT_KINDS.keys()
-    assert images.kinds.keys() > IMAGE_KINDS.keys()
-    assert images.bound == worker.IMAGE_BOUND
-
-
-def test_a_leak_fails_on_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastpack, "patch", lambda model, **_: model)
-    monkeypatch.setattr(fastpack, "report", lambda _: SimpleNamespace(tier="", backend=""))
-    (row,) = worker.image_rows("internvl", Task(("images",), "auto", Setting()))
-    assert (row.problem or "").startswith("not exact: images, flattened")
-
-
-def test_refused_images_are_a_row_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Task(("images",), "auto", Setting())
-    for family in REFUSED_IMAGES:
-        (row,) = worker.rows(family, task)
-        assert (row.verdict, row.refused) == ("refused", REFUSED_IMAGES[family])
-    monkeypatch.setitem(REFUSED_IMAGES, "llava", "made up")
-    monkeypatch.setattr(LlavaForConditionalGeneration, "forward", lambda *_, **__: None)
-    (row,) = worker.rows("llava", task)
-    assert row.verdict == "FAILED"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_composite import CAUSAL, results
+from composite_cases import CAUSAL, results
 
 import fastpack
 from fastpack import PackingError

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from composite_cases import Row, answers, off, results, text_tokens
 from oracle import GPU_FLOAT32_BOUND
 from prefix_cases import sharing
-from test_composite import off, results, text_tokens
-from torch import Tensor
 
 import fastpack
 from fastpack.exactness.image_text import (
-    TOKEN_TYPES,
     batch_of,
     build_image_text,
     flat_of,
@@ -42,18 +39,6 @@ MODELS = (
 BOUND = 1e-5
 GRADIENT_BOUND = 2e-4
 """Gradients that are 0 but for rounding, as those of towers' key biases, are up to 1e-4 off in stock batches too."""
-Row = dict[str, Tensor]
-
-
-def answers(row: Row, lengths: Sequence[int], seed: int) -> list[Row]:
-    """Return a row several times, each with another completion of the given length."""
-    rows = []
-    for at, length in enumerate(lengths):
-        completion = torch.randint(10, 90, (1, length), generator=torch.Generator().manual_seed(seed + at))
-        completion[0, 0] = 3 + at + seed
-        more = {name: torch.zeros_like(completion) for name in TOKEN_TYPES} | {"input_ids": completion}
-        rows.append({name: torch.cat([x, more[name]], 1) if name in more else x for name, x in row.items()})
-    return rows
 
 
 def groups(model: Any) -> tuple[list[Row], int]:

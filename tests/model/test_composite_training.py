@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from composite_cases import off, results
 from peft import LoraConfig, get_peft_model
-from test_composite import off, results
 
 import fastpack
 from fastpack.exactness.image_text import batch_of, build_image_text, flat_of, samples

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from composite_cases import answers, off, results
 from prefix_cases import sharing
-from test_composite import off, results
-from test_composite_prefixes import answers
 from torch import nn
 
 import fastpack

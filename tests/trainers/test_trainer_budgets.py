@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import BUILD, DATA, EXAMPLES, Gradients, furthest, ids_of, total, watch_batches
+from trainer_cases import BUILD, DATA, EXAMPLES, Gradients, furthest, ids_of, total, watch_batches, watch_sizes
 
 import fastpack
 from fastpack.data.lengths import lengths_of
@@ -30,14 +30,7 @@ def test_every_example_once_an_epoch_in_full_batches(name: str, tmp_path: Path) 
     all_ids = Counter(ids_of(example) for example in trainer.train_dataset)
     lengths = lengths_of(trainer.train_dataset)
     fastpack.patch(trainer, max_tokens=BUDGETS[name])
-    sizes: list[int] = []
-    step = trainer.compute_loss
-
-    def measured(model: Any, inputs: Any, **kwargs: Any) -> Any:
-        sizes.append(total(inputs))
-        return step(model, inputs, **kwargs)
-
-    trainer.compute_loss = measured
+    sizes = watch_sizes(trainer)
     trainer.train()
     micro_batches = len(trainer.get_train_dataloader())
     del trainer.compute_loss

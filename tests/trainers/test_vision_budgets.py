@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_cases import Gradients, furthest, total
+from trainer_cases import Gradients, furthest, watch_sizes
 from vision_trainers import EXAMPLES, examples, policy, trainer_of
 
 import fastpack
@@ -35,14 +35,7 @@ def test_full_batches_with_the_tokens_of_images(kind: str, model_type: str, tmp_
     lengths = lengths_of(trainer.train_dataset, collator=collate)
     fastpack.patch(trainer, max_tokens=BUDGETS[kind])
     trainer.data_collator = watched
-    sizes: list[int] = []
-    step = trainer.compute_loss
-
-    def measured(model: Any, inputs: Any, **kwargs: Any) -> Any:
-        sizes.append(total(inputs))
-        return step(model, inputs, **kwargs)
-
-    trainer.compute_loss = measured
+    sizes = watch_sizes(trainer)
     trainer.train()
     assert max(sizes) <= BUDGETS[kind]
     assert sum(sizes) == sum(lengths)
