@@ -1,0 +1,1 @@
+"""Blocks of experts: routing, grouped matmuls, gated units, and the autograd Function that joins them."""

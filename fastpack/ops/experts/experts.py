@@ -1,0 +1,288 @@
+"""A block of experts as one autograd Function.
+
+Definition, for token t that chose experts e_1 ... e_K with weights w_1 ... w_K:
+
+    y_t = sum over k of w_k down_e(gate(inner_e(x_t))),  e = e_k
+
+``inner`` makes gate and up. Both matmuls may have a bias, and a LoRA update that each expert has for itself. The sum is
+computed in float32 in the order of k, so that a recomputation gives the same bits; nothing waits for the device.
+
+The updates are PEFT's (``target_parameters``): A ``[E r, I]`` holds the experts one after the other, and in B
+``[O, r E]`` the expert is the fastest index. They are low-rank terms inside the matmuls with the weights: there is
+never a dense update of a stack, nor a gradient of a frozen one.
+
+The backward computes the rows of x and the gated unit again. The gradient of a weight w_k is <dy down_e^T, a>, with a
+the input of ``down``, so the K results of a token need not be kept.
+
+Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H hidden size, I size inside, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastpack.ops.autograd import differentiable_once, is_last_pass
+from fastpack.ops.expert_operands import Gate, Routing, Stack
+from fastpack.ops.experts.gate import gate_backward, gate_forward
+from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer, kernel_rejects
+from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
+from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
+from fastpack.ops.linear.operands import Lora
+
+RANKS = 16
+"""Kernels pad ranks to a multiple of this with zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLinear:
+    """A linear layer for each expert.
+
+    Attributes:
+        weight: ``[E, O, I]``, or ``[E, I, O]`` if the stacks are transposed.
+        bias: ``[E, O]``, or None.
+        lora: the update, with A ``[E r, I]`` and B ``[O, r E]``, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    lora: Lora | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weight, bias, A and B."""
+        lora = self.lora
+        return self.weight, self.bias, None if lora is None else lora.a, None if lora is None else lora.b
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """The settings of a block of experts: everything but its tensors.
+
+    Attributes:
+        dtype: the dtype of the matmuls.
+        gate: the gated unit.
+        transposed: whether stacks are ``[E, I, O]``.
+        scales: the scales of the updates of both layers.
+        implementation: the implementation of the ops.
+    """
+
+    dtype: torch.dtype
+    gate: Gate
+    transposed: bool
+    scales: tuple[float, float]
+    implementation: Implementation
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    inner: ExpertLinear,
+    down: ExpertLinear,
+    gate: Gate,
+    *,
+    transposed: bool = False,
+    dtype: torch.dtype | None = None,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """Run each token through the experts that it chose.
+
+    Args:
+        x: ``[T, H]``.
+        index: ``[T, K]`` of int64 or int32, the chosen experts. A choice of E or more adds nothing.
+        weights: ``[T, K]`` of any float dtype.
+        inner: the layer to gate and up.
+        down: the last layer.
+        gate: the gated unit between them.
+        transposed: whether the weights of both layers are ``[E, I, O]``.
+        dtype: the dtype of the matmuls; by default that of the weights.
+        implementation: ``auto`` runs the kernels if :func:`fastpack.ops.implementation.use_triton` allows it, and they
+            support dtype and sizes. Else each expert's rows are multiplied by torch, and the host waits for their
+            numbers.
+
+    Returns:
+        ``[T, H]`` in x's dtype.
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernels don't support dtype or sizes.
+
+    Example:
+        >>> x, index, weights = torch.randn(5, 8), torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5)
+        >>> inner, down = ExpertLinear(torch.randn(3, 8, 8)), ExpertLinear(torch.randn(3, 8, 4))
+        >>> experts(x, index, weights, inner, down, Gate("silu")).shape
+        torch.Size([5, 8])
+    """
+    dtype = inner.weight.dtype if dtype is None else dtype
+    scales = tuple(1.0 if layer.lora is None else layer.lora.scale for layer in (inner, down))
+    if use_triton(implementation, x):
+        widths = [*inner.weight.shape[1:], *down.weight.shape[1:]]
+        served = kernel_serves(implementation, "experts", kernel_rejects(x.to(dtype), widths))
+        implementation = "triton" if served else "torch"
+    else:
+        implementation = "torch"
+    settings = ExpertSettings(dtype, gate, transposed, (scales[0], scales[1]), implementation)
+    result: Tensor = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
+    return result
+
+
+class _Experts(torch.autograd.Function):
+    """The autograd Function of :func:`experts`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, weights: Tensor, settings: ExpertSettings, *tensors: Tensor | None
+    ) -> Tensor:
+        inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
+        routing = route(index, len(inner.stack.weight), implementation=settings.implementation)
+        n = gather_rows(x.to(settings.dtype), routing)
+        low = inner.shrink(n, routing)
+        between = inner.forward(n, low, routing)
+        del n
+        a = gate_forward(between, settings.gate, routing)
+        low_down = down.shrink(a, routing)
+        y = down.forward(a, low_down, routing, to_slots=True)
+        ctx.settings, ctx.routing = settings, routing
+        ctx.save_for_backward(x, weights, between, low, low_down, *tensors)
+        return sum_slots(y, routing, weights).to(x.dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        settings, routing = ctx.settings, ctx.routing
+        x, weights, between, low, low_down, *tensors = ctx.saved_tensors
+        inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
+        needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+        needs_inner, needs_down = ctx.needs_input_grad[4:8], ctx.needs_input_grad[8:12]
+
+        d = gather_rows(grad.to(settings.dtype), routing)
+        shrunk_down = down.shrink_grad(d, routing)
+        a = down.backward(d, shrunk_down, routing)
+        of_between, of_weights = gate_backward(
+            a, between, weights, settings.gate, routing, overwrite=is_last_pass()
+        )
+        if needs_weights and down.bias is not None:
+            columns = Stack(down.bias[:, None], transposed=True)
+            by_bias = grouped_matmul(d, columns, routing, to_slots=True).view(weights.shape)
+            of_weights += by_bias.where(routing.index < routing.experts, 0)
+        by_row = row_weights(weights, routing).to(settings.dtype) if needs_down[1] or needs_down[3] else None
+        # a is each row's input of down times its weight from here on
+        grads_down = down.gradients(a, d, low_down, shrunk_down, routing, needs_down, weights=by_row)
+        del a, d
+        shrunk = inner.shrink_grad(of_between, routing)
+        n = gather_rows(x.to(settings.dtype), routing) if any((needs_inner[0], needs_inner[2])) else None
+        grads_inner = inner.gradients(n, of_between, low, shrunk, routing, needs_inner)
+        del n
+        of_x = None
+        if needs_x:
+            rows = inner.backward(of_between, shrunk, routing, to_slots=True)
+            of_x = sum_slots(rows, routing).to(x.dtype)
+        return of_x, None, of_weights.to(weights.dtype) if needs_weights else None, None, *grads_inner, *grads_down
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A linear layer of all experts, with its tensors in the dtype of the matmuls.
+
+    Attributes:
+        stack: the weights.
+        bias: ``[E, O]`` or None.
+        a: A as ``[E, r, I]``, or None without an update; kernels pad r with zeros.
+        b: B as ``[E, O, r]``, or None.
+        scale: the scale of the update.
+        tensors: weight, bias, A and B as the user has them.
+    """
+
+    stack: Stack
+    bias: Tensor | None
+    a: Stack | None
+    b: Stack | None
+    scale: float
+    tensors: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], settings: ExpertSettings, which: int) -> _Layer:
+        weight, bias, a, b = tensors
+        assert weight is not None
+        dtype, count = settings.dtype, len(weight)
+        layer = cls(
+            Stack(weight.to(dtype).contiguous(), not settings.transposed),
+            None if bias is None else bias.to(dtype).contiguous(),
+            None,
+            None,
+            settings.scales[which],
+            tensors,
+        )
+        if a is None or b is None:
+            return layer
+        pad = -(len(a) // count) % RANKS if settings.implementation == "triton" else 0
+        by_expert = a.view(count, -1, a.shape[1]), b.view(len(b), -1, count).permute(2, 0, 1)
+        padded_a, padded_b = F.pad(by_expert[0].to(dtype), (0, 0, 0, pad)), F.pad(by_expert[1].to(dtype), (0, pad))
+        return replace(layer, a=Stack(padded_a.contiguous(), True), b=Stack(padded_b.contiguous(), True))
+
+    def shrink(self, x: Tensor, routing: Routing) -> Tensor | None:
+        """Return ``scale x A^T``, ``[R, r]``, or None without an update."""
+        return None if self.a is None else grouped_matmul(x, self.a, routing, scale=self.scale)
+
+    def forward(self, x: Tensor, low: Tensor | None, routing: Routing, *, to_slots: bool = False) -> Tensor:
+        """Return the layer's result ``[R, O]`` for rows ``x [R, I]``."""
+        update = None if low is None or self.b is None else (low, self.b)
+        return grouped_matmul(x, self.stack, routing, bias=self.bias, update=update, to_slots=to_slots)
+
+    def shrink_grad(self, grad: Tensor, routing: Routing) -> Tensor | None:
+        """Return ``scale grad B``, ``[R, r]``, or None without an update."""
+        return None if self.b is None else grouped_matmul(grad, self.b.flipped(), routing, scale=self.scale)
+
+    def backward(self, grad: Tensor, low: Tensor | None, routing: Routing, *, to_slots: bool = False) -> Tensor:
+        """Return the gradient of the layer's input, ``[R, I]``, from that of its result ``[R, O]``."""
+        update = None if low is None or self.a is None else (low, self.a.flipped())
+        return grouped_matmul(grad, self.stack.flipped(), routing, update=update, to_slots=to_slots)
+
+    def gradients(
+        self,
+        x: Tensor | None,
+        grad: Tensor,
+        low: Tensor | None,
+        shrunk: Tensor | None,
+        routing: Routing,
+        needs: Sequence[bool],
+        *,
+        weights: Tensor | None = None,
+    ) -> list[Tensor | None]:
+        """Return the gradients of weight, bias, A and B.
+
+        Args:
+            x: the layer's input ``[R, I]``, times ``weights``; None if neither the weight nor A needs a gradient.
+            grad: the gradient of its result ``[R, O]``.
+            low: the result of :meth:`shrink`.
+            shrunk: the result of :meth:`shrink_grad`.
+            routing: the rows.
+            needs: which of the tensors need a gradient.
+            weights: ``[R, 1]``, the factor of each row's gradient, or None for 1.
+        """
+        weight, bias, a, b = self.tensors
+        gradients: list[Tensor | None] = [None] * 4
+        if needs[0]:
+            assert weight is not None and x is not None
+            pair = (grad, x) if self.stack.transposed else (x, grad)
+            gradients[0] = grouped_outer(*pair, routing, weight.dtype)
+        if needs[1]:
+            assert bias is not None
+            ones = grad.new_ones(len(grad), 1) if weights is None else weights
+            narrow = F.pad(ones, (0, RANKS - 1)) if routing.for_kernels else ones
+            gradients[1] = grouped_outer(narrow, grad, routing, bias.dtype)[:, 0]
+        if needs[2]:
+            assert a is not None and x is not None and shrunk is not None
+            ranks = len(a) // routing.experts
+            gradients[2] = grouped_outer(shrunk, x, routing, a.dtype)[:, :ranks].reshape(a.shape)
+        if needs[3]:
+            assert b is not None and low is not None
+            ranks = b.shape[1] // routing.experts
+            of_b = grouped_outer(low if weights is None else low * weights, grad, routing, b.dtype)
+            gradients[3] = of_b[:, :ranks].permute(2, 1, 0).reshape(b.shape)
+        return gradients

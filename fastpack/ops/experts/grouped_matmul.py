@@ -1,0 +1,96 @@
+"""Matmuls of rows with the weights of their experts, and sums of outer products over each expert's rows.
+
+Definition, for a row of expert e, summed in float32 and rounded once:
+
+    out = scale x W_e + bias_e + low F_e                     grouped_matmul
+    out_e = sum over the rows of e of x^T y                  grouped_outer
+
+``low F_e`` is the update of a low-rank adapter, which is added inside the same sum.
+
+Shape suffixes: R rows, E experts, I inner dimension, O columns, M columns of the first factor of an outer product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.expert_operands import Routing, Stack
+from fastpack.ops.implementation import KERNEL_DTYPES
+
+
+def grouped_matmul(
+    x: Tensor,
+    stack: Stack,
+    routing: Routing,
+    *,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    update: tuple[Tensor, Stack] | None = None,
+    to_slots: bool = False,
+) -> Tensor:
+    """Multiply each row with its expert's matrix; not differentiable.
+
+    Args:
+        x: ``[R, I]``.
+        stack: the matrices, of x's dtype.
+        routing: the rows.
+        scale: the factor on the product.
+        bias: ``[E, O]`` of x's dtype, or None.
+        update: the low-rank activations ``[R, rank]`` and their matrices, or None.
+        to_slots: whether to store the result in the order of slots.
+
+    Returns:
+        ``[R, O]``. Rows of no expert are undefined.
+    """
+    if routing.for_kernels:
+        from fastpack.ops.kernels.grouped_matmul import grouped_matmul as kernel
+
+        return kernel(x, stack, routing, scale=scale, bias=bias, update=update, to_slots=to_slots)
+    out = x.new_zeros(len(x), stack.columns)
+    for expert, (first, end) in enumerate(routing.bounds()):
+        if first == end:
+            continue
+        product = x[first:end] @ stack.of(expert) * scale
+        if bias is not None:
+            product += bias[expert]
+        if update is not None:
+            low, factors = update
+            product += low[first:end] @ factors.of(expert)
+        out[first:end] = product
+    if not to_slots:
+        return out
+    slots = torch.empty_like(out)
+    slots[routing.order] = out
+    return slots
+
+
+def grouped_outer(x: Tensor, y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Sum the outer products of each expert's rows; not differentiable.
+
+    Args:
+        x: ``[R, M]``.
+        y: ``[R, O]`` of x's dtype, finite in all rows, also those of no expert.
+        routing: the rows.
+        dtype: the dtype of the result.
+
+    Returns:
+        ``[E, M, O]``; zeros for an expert without rows.
+    """
+    if routing.for_kernels:
+        from fastpack.ops.kernels.grouped_matmul import grouped_outer as kernel
+
+        return kernel(x, y, routing, dtype)
+    out = torch.zeros(routing.experts, x.shape[1], y.shape[1], dtype=dtype, device=x.device)
+    for expert, (first, end) in enumerate(routing.bounds()):
+        if first < end:
+            out[expert] = (x[first:end].t() @ y[first:end]).to(dtype)
+    return out
+
+
+def kernel_rejects(x: Tensor, widths: list[int]) -> str | None:
+    """Return why the kernels can't multiply rows of these widths, or None."""
+    if x.dtype not in KERNEL_DTYPES:
+        return f"{x.dtype}, but supports float32, bfloat16 and float16"
+    odd = [width for width in widths if width * x.element_size() % 16]
+    return f"rows of {odd[0]} {x.dtype}, but needs multiples of 16 bytes" if odd else None

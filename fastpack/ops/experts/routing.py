@@ -1,0 +1,66 @@
+"""Routing: the rows of all experts, sorted by expert, with shapes that don't depend on the choices.
+
+Slots and rows are defined in :mod:`fastpack.ops.expert_operands`. Nothing waits for the device: the numbers of rows stay there.
+
+Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H size of a vector.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.expert_operands import Routing
+from fastpack.ops.implementation import Implementation, use_triton
+
+
+def route(index: Tensor, experts: int, *, implementation: Implementation = "auto") -> Routing:
+    """Sort the slots by expert.
+
+    Args:
+        index: ``[T, K]`` of int64 or int32, the experts that each token chose.
+        experts: E, the number of experts. A choice of E or more belongs to no expert.
+        implementation: which implementation to run; the grouped matmuls over these rows must have the same.
+    """
+    if use_triton(implementation, index):
+        from fastpack.ops.kernels import routing as kernels
+
+        return Routing(index, *kernels.route(index, experts))
+    chosen, order = index.reshape(-1).sort(stable=True)
+    offsets = torch.searchsorted(chosen, torch.arange(experts, device=index.device, dtype=index.dtype), right=True)
+    return Routing(index, order.int(), offsets.int())
+
+
+def gather_rows(x: Tensor, routing: Routing) -> Tensor:
+    """Return each row's token: ``x [T, H]`` to ``[R, H]``."""
+    if routing.for_kernels:
+        from fastpack.ops.kernels import routing as kernels
+
+        return kernels.gather_rows(x, routing.order, routing.choices)
+    return x[routing.order // routing.choices]
+
+
+def sum_slots(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Return the sum over each token's slots, in a fixed order and in float32, rounded once.
+
+    Args:
+        y: ``[R, H]``, in the order of slots. Slots of no expert are left out, whatever they hold.
+        routing: the rows.
+        weights: ``[T, K]``, a factor for each slot, or None for 1.
+
+    Returns:
+        ``[T, H]`` in y's dtype.
+    """
+    if routing.for_kernels:
+        from fastpack.ops.kernels import routing as kernels
+
+        return kernels.sum_slots(y, routing.index, routing.experts, weights)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    here = (routing.index < routing.experts)[..., None]
+    slots = y.view(*routing.index.shape, y.shape[-1]).to(wide).where(here, 0)
+    return (slots if weights is None else slots * weights[..., None].to(wide)).sum(1).to(y.dtype)
+
+
+def row_weights(weights: Tensor, routing: Routing) -> Tensor:
+    """Return the factor of each row, ``[R, 1]``, from those of the slots, ``[T, K]``."""
+    return weights.reshape(-1, 1)[routing.order]

@@ -1,0 +1,169 @@
+"""Kernels of the gated units of experts. A program computes one row, in float32.
+
+The definition is in :mod:`fastpack.ops.experts.gate`. In rows of no expert, whose inputs are undefined, results are
+zero.
+
+Shape suffixes: T tokens, K choices of a token, R rows, I width of the gate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.expert_operands import Gate, Routing
+from fastpack.ops.kernels.glu import activate_and_slope
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
+
+BLOCK = 1024
+"""The most elements that a program computes at once."""
+
+
+@triton.jit
+def _load(inner, at, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load gate and up of a row that begins at ``inner``; both are the same if columns are plain."""
+    if COLUMNS == "interleaved":
+        pairs = tl.arange(0, 2 * BLOCK) + 2 * tl.min(at, 0)
+        both = tl.load(inner + pairs, mask=pairs < 2 * WIDTH, other=0.0)
+        gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        gate = tl.load(inner + at, mask=mask, other=0.0)
+        up = gate
+        if COLUMNS == "halves":
+            up = tl.load(inner + WIDTH + at, mask=mask, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.constexpr, LIMITED: tl.constexpr,
+             AFTER: tl.constexpr):  # fmt: skip
+    """Return both factors of a gated unit, and their slopes."""
+    slope_of_up = tl.full(up.shape, 1.0, tl.float32)
+    passes = tl.full(gate.shape, 1.0, tl.float32)
+    if LIMITED:
+        slope_of_up = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        if not AFTER:
+            passes = tl.where(gate <= limit, 1.0, 0.0)
+            gate = tl.minimum(gate, limit)
+    if KIND == "relu2":
+        positive = tl.maximum(gate, 0.0)
+        value, slope = positive * positive, 2.0 * positive
+    elif KIND == "silu":
+        value, slope = activate_and_slope(gate * alpha, KIND)
+        value = value / alpha
+    else:
+        value, slope = activate_and_slope(gate, KIND)
+    slope *= passes
+    if LIMITED and AFTER:
+        slope = tl.where(value <= limit, slope, 0.0)
+        value = tl.minimum(value, limit)
+    if COLUMNS == "plain":
+        return value, slope, tl.full(gate.shape, 1.0, tl.float32), slope_of_up
+    return value, slope, up + offset, slope_of_up
+
+
+@triton.jit
+def _forward_kernel(
+    inner, out, offsets, experts, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    LIMITED: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    here = row < tl.load(offsets + experts - 1)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = (at < WIDTH) & here
+        gate, up = _load(inner + row * INNER, at, mask, WIDTH, BLOCK, COLUMNS)
+        value, _, factor, _ = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER)
+        product = tl.where(here, value * factor, 0.0)
+        tl.store(out + row * WIDTH + at, product.to(out.dtype.element_ty), mask=at < WIDTH)
+
+
+@triton.jit
+def _backward_kernel(
+    grad, inner, of_inner, weights, of_weights, order, offsets, experts, alpha, limit, offset, KIND: tl.constexpr,
+    COLUMNS: tl.constexpr, LIMITED: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    here = row < tl.load(offsets + experts - 1)
+    slot = tl.load(order + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    product = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        exists = at < WIDTH
+        mask = exists & here
+        gate, up = _load(inner + row * INNER, at, mask, WIDTH, BLOCK, COLUMNS)
+        value, slope, factor, slope_of_up = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER)
+        g = tl.load(grad + row * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
+        product += g * value * factor
+        g *= weight
+        of_gate, of_up = g * factor * slope, g * value * slope_of_up
+        target = of_inner + row * INNER
+        element = of_inner.dtype.element_ty
+        if COLUMNS == "interleaved":
+            both = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
+            pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(target + pairs, tl.where(here, both, 0.0).to(element), mask=pairs < 2 * WIDTH)
+        else:
+            tl.store(target + at, tl.where(here, of_gate, 0.0).to(element), mask=exists)
+            if COLUMNS == "halves":
+                tl.store(target + WIDTH + at, tl.where(here, of_up, 0.0).to(element), mask=exists)
+        weighted = tl.where(here, weight * value * factor, 0.0)
+        tl.store(grad + row * WIDTH + at, weighted.to(grad.dtype.element_ty), mask=exists)
+    tl.store(of_weights + slot, tl.sum(product, 0))
+
+
+def _settings(gate: Gate, inner: int) -> dict[str, Any]:
+    width = gate.width(inner)
+    return {
+        "KIND": gate.kind,
+        "COLUMNS": gate.columns,
+        "LIMITED": math.isfinite(gate.limit),
+        "AFTER": gate.clamps_after,
+        "WIDTH": width,
+        "INNER": inner,
+        "BLOCK": min(BLOCK, triton.next_power_of_2(width)),
+        "num_warps": 4,
+    }
+
+
+def forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
+    """Return a ``[R, I]``."""
+    rows, columns = inner.shape
+    out = inner.new_empty(rows, gate.width(columns))
+    if rows:
+        with on_device(inner):
+            _forward_kernel[(rows,)](
+                *(inner, out, routing.offsets, routing.experts, gate.alpha, gate.limit, gate.offset),
+                **_settings(gate, columns),
+                **early(inner),
+            )
+    return out
+
+
+def backward(
+    grad: Tensor, inner: Tensor, weights: Tensor, gate: Gate, routing: Routing, of_inner: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return both gradients as :func:`fastpack.ops.experts.gate.gate_backward` does, the first in ``of_inner``."""
+    rows, columns = inner.shape
+    weights = weights.contiguous()
+    of_weights = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+    if rows:
+        with on_device(inner):
+            _backward_kernel[(rows,)](
+                *(grad, inner, of_inner, weights, of_weights, routing.order, routing.offsets, routing.experts),
+                *(gate.alpha, gate.limit, gate.offset),
+                **_settings(gate, columns),
+                **early(inner),
+            )
+    return of_inner, of_weights

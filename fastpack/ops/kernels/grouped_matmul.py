@@ -1,0 +1,181 @@
+"""Triton kernels of grouped matmuls; the definitions are in :mod:`fastpack.ops.experts.grouped_matmul`.
+
+One program for each processor walks over tiles of the result. A table lists each tile's expert and first row, so that
+no tile has rows of two experts; rows after the expert's last one are computed, but not stored. Tensor descriptors
+(Hopper's TMA) load tiles into shared memory, and put zeros where a tile extends beyond the tensor. A low-rank update is
+added to a tile's sum before the first step.
+
+In an outer product a program computes a tile of one expert's result, and walks over the expert's rows.
+
+Shape suffixes: R rows, E experts, I inner dimension, O columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastpack.ops.expert_operands import Routing, Stack
+from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.routing import TILE_ROWS
+
+WIDEST, NARROW = 256, 64
+"""The columns of the widest tile, and those up to which a tile has few warps and many stages."""
+STEP = 64
+"""The elements of the inner dimension in a step."""
+OUTER_ROWS, OUTER_M, OUTER_N = 64, 128, 256
+
+
+@triton.jit
+def _load_matrix(matrices, expert, height, at, column, width, TRANSPOSED: tl.constexpr):
+    """Load a tile of an expert's matrix, ``[inner, columns]``."""
+    if TRANSPOSED:
+        tile = matrices.load([expert * width + column, at]).T
+    else:
+        tile = matrices.load([expert * height + at, column])
+    return tile
+
+
+@triton.jit
+def _store(sums, out, order, bias, row, end, column, columns, scale, WIDTH: tl.constexpr, TO_SLOTS: tl.constexpr):
+    rows, places = row + tl.arange(0, sums.shape[0]), column + tl.arange(0, WIDTH)
+    exists = rows < end
+    sums *= scale
+    if bias is not None:
+        sums += tl.load(bias + places, mask=places < columns, other=0.0).to(tl.float32)[None, :]
+    if TO_SLOTS:
+        rows = tl.load(order + rows, mask=exists, other=0)
+    out += rows[:, None].to(tl.int64) * columns + places[None, :]
+    tl.store(out, sums.to(out.dtype.element_ty), mask=exists[:, None] & (places[None, :] < columns))
+
+
+@triton.jit
+def _matmul_kernel(
+    x, matrices, low, factors, bias, out, order, offsets, tiles, tile_count, inner, columns, rank, scale,
+    TRANSPOSED: tl.constexpr, RANKED: tl.constexpr, FACTORS_TRANSPOSED: tl.constexpr, TO_SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr, HALVES: tl.constexpr,
+    PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(EARLY)
+    across = tl.cdiv(columns, WIDTH)
+    for tile in tl.range(tl.program_id(0), tl.load(tile_count) * across, PROGRAMS, flatten=not RANKED):
+        expert, row = tl.load(tiles + tile // across * 2), tl.load(tiles + tile // across * 2 + 1)
+        column = tile % across * WIDTH
+        sums = tl.zeros((ROWS, WIDTH), tl.float32)
+        if RANKED:
+            for at in range(0, rank, RANK_STEP):
+                factor = _load_matrix(factors, expert, rank, at, column, columns, FACTORS_TRANSPOSED)
+                sums = tl.dot(low.load([row, at]), factor, sums, input_precision="ieee")
+        for at in range(0, inner, STEP):
+            matrix = _load_matrix(matrices, expert, inner, at, column, columns, TRANSPOSED)
+            sums = tl.dot(x.load([row, at]), matrix, sums, input_precision="ieee")
+        end = tl.load(offsets + expert)
+        if bias is not None:
+            of_expert = bias + expert * columns
+        else:
+            of_expert = bias
+        if HALVES:  # a whole tile would take too many registers
+            left, right = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+            _store(left, out, order, of_expert, row, end, column, columns, scale, WIDTH // 2, TO_SLOTS)
+            _store(right, out, order, of_expert, row, end, column + WIDTH // 2, columns, scale, WIDTH // 2, TO_SLOTS)
+        else:
+            _store(sums, out, order, of_expert, row, end, column, columns, scale, WIDTH, TO_SLOTS)
+
+
+def grouped_matmul(
+    x: Tensor,
+    stack: Stack,
+    routing: Routing,
+    *,
+    scale: float,
+    bias: Tensor | None,
+    update: tuple[Tensor, Stack] | None,
+    to_slots: bool,
+) -> Tensor:
+    """Compute :func:`fastpack.ops.experts.grouped_matmul.grouped_matmul`; with an update the scale must be 1."""
+    assert update is None or scale == 1, "the update would be scaled, too"
+    rows, columns, inner = len(x), stack.columns, x.shape[1]
+    out = x.new_empty(rows, columns)
+    if not rows:
+        return out
+    width = min(WIDEST if x.element_size() == 2 else WIDEST // 2, max(16, triton.next_power_of_2(columns)))
+    step = STEP if x.element_size() == 2 else STEP // 2
+    rank = 0 if update is None else update[0].shape[1]
+    rank_step = min(step, rank)
+    low, factors = (x, stack) if update is None else update
+    programs = min(processors(x.device), (triton.cdiv(rows, TILE_ROWS) + routing.experts) * triton.cdiv(columns, width))
+    with on_device(x):
+        _matmul_kernel[(programs,)](
+            TensorDescriptor.from_tensor(x, [TILE_ROWS, step]), _descriptor(stack, step, width),
+            TensorDescriptor.from_tensor(low, [TILE_ROWS, rank_step or step]),
+            _descriptor(factors, rank_step or step, width),
+            bias, out, routing.order, routing.offsets, routing.tiles, routing.tile_count, inner, columns, rank, scale,
+            TRANSPOSED=stack.transposed, RANKED=update is not None, FACTORS_TRANSPOSED=factors.transposed,
+            TO_SLOTS=to_slots, ROWS=TILE_ROWS, WIDTH=width, STEP=step, RANK_STEP=rank_step or step,
+            HALVES=width >= WIDEST // 2, PROGRAMS=programs, **_pipeline(width, x), **early(x),
+        )  # fmt: skip
+    return out
+
+
+def _descriptor(stack: Stack, step: int, width: int) -> TensorDescriptor:
+    weight = stack.weight.reshape(-1, stack.weight.shape[2])
+    return TensorDescriptor.from_tensor(weight, [width, step] if stack.transposed else [step, width])
+
+
+def _pipeline(width: int, x: Tensor) -> dict[str, Any]:
+    if width <= NARROW:
+        return {"num_stages": 5, "num_warps": 4}
+    return {"num_stages": 3, "num_warps": 8}
+
+
+@triton.jit
+def _outer_step(x, y, at, end, m, n, sums, ROWS: tl.constexpr, PARTIAL: tl.constexpr):
+    left = x.load([at, m])
+    if PARTIAL:
+        left = tl.where((at + tl.arange(0, ROWS) < end)[:, None], left, 0.0)
+    return tl.dot(left.T, y.load([at, n]), sums, input_precision="ieee")
+
+
+@triton.jit
+def _outer_kernel(
+    x, y, out, offsets, height, width, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(EARLY)
+    across = tl.cdiv(width, N)
+    m, n = tl.program_id(0) // across * M, tl.program_id(0) % across * N
+    expert = tl.program_id(1)
+    first = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets + expert)
+    sums = tl.zeros((M, N), tl.float32)
+    whole = first + (end - first) // ROWS * ROWS
+    for at in range(first, whole, ROWS):
+        sums = _outer_step(x, y, at, end, m, n, sums, ROWS, False)
+    if whole < end:
+        sums = _outer_step(x, y, whole, end, m, n, sums, ROWS, True)
+    rows, columns = m + tl.arange(0, M), n + tl.arange(0, N)
+    out += expert.to(tl.int64) * height * width + rows[:, None].to(tl.int64) * width + columns[None, :]
+    tl.store(out, sums.to(out.dtype.element_ty), mask=(rows[:, None] < height) & (columns[None, :] < width))
+
+
+def grouped_outer(x: Tensor, y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`fastpack.ops.experts.grouped_matmul.grouped_outer`."""
+    height, width = x.shape[1], y.shape[1]
+    out = torch.empty(routing.experts, height, width, dtype=dtype, device=x.device)
+    if not len(x):
+        return out.zero_()
+    m = min(OUTER_M, max(16, triton.next_power_of_2(height)))
+    n = min(OUTER_N if x.element_size() == 2 else OUTER_N // 2, max(16, triton.next_power_of_2(width)))
+    rows = OUTER_ROWS if x.element_size() == 2 else OUTER_ROWS // 2
+    grid = (triton.cdiv(height, m) * triton.cdiv(width, n), routing.experts)
+    pipeline = {"num_stages": 3, "num_warps": 8} if m > NARROW else {"num_stages": 4, "num_warps": 4}
+    with on_device(x):
+        _outer_kernel[grid](
+            TensorDescriptor.from_tensor(x, [rows, m]), TensorDescriptor.from_tensor(y, [rows, n]),
+            out, routing.offsets, height, width, M=m, N=n, ROWS=rows, **pipeline, **early(x),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,178 @@
+"""Kernels of routing: a counting sort, and the two passes between tokens and the rows of their experts.
+
+The sort takes three launches. The first counts each block's slots by expert, the second sums the counts up, the third
+gives each slot its row and lists the tiles of the grouped matmuls. It is stable, and nothing waits for the device.
+
+Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H size of a vector.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
+
+TILE_ROWS = 128
+"""The rows of a tile of a grouped matmul."""
+SORTED_ENTRIES = 2**15
+"""The entries of a table of slots by experts that a program of the sort holds."""
+SCAN_ENTRIES = 2**14
+BLOCK_H = 1024
+"""The elements of a vector that a program moves at once."""
+
+
+@triton.jit
+def _chosen(index, at, slots, experts):
+    """Return the expert of each slot; those of no expert, and slots that don't exist, get number ``experts``."""
+    return tl.minimum(tl.load(index + at, mask=at < slots, other=experts).to(tl.int32), experts)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _count_kernel(index, counts, slots, experts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
+    columns = tl.arange(0, COLUMNS)
+    chosen = _chosen(index, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), slots, experts)
+    one_hot = (chosen[:, None] == columns[None, :]).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * COLUMNS + columns, tl.sum(one_hot, 0))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _scan_kernel(
+    counts, starts, offsets, tile_starts, tile_count, blocks, experts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Replace each block's counts by the sums over the blocks before it, and find where each expert's rows begin."""
+    wait_for_inputs(EARLY)
+    columns = tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, blocks, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        places = counts + rows[:, None] * COLUMNS + columns[None, :]
+        own = tl.load(places, mask=rows[:, None] < blocks, other=0)
+        tl.store(places, tl.cumsum(own, 0) - own + total[None, :], mask=rows[:, None] < blocks)
+        total += tl.sum(own, 0)
+    ends = tl.cumsum(total, 0)
+    tl.store(starts + columns, ends - total)
+    real = columns < experts
+    tl.store(offsets + columns, ends, mask=real)
+    tiles = tl.where(real, tl.cdiv(total, ROWS), 0)
+    tl.store(tile_starts + columns, tl.cumsum(tiles, 0) - tiles)
+    tl.store(tile_count, tl.sum(tiles, 0))
+
+
+@triton.jit(do_not_specialize=["slots", "blocks"])
+def _place_kernel(
+    index, counts, starts, offsets, tile_starts, order, tiles, slots, blocks, experts, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of a block's slots, or the tiles of one expert: the programs after the last block do the latter."""
+    wait_for_inputs(EARLY)
+    program = tl.program_id(0)
+    if program < blocks:
+        columns = tl.arange(0, COLUMNS)
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        chosen = _chosen(index, at, slots, experts)
+        one_hot = (chosen[:, None] == columns[None, :]).to(tl.int32)
+        before = tl.load(counts + program * COLUMNS + columns) + tl.load(starts + columns)
+        row = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + before[None, :]), 1)
+        tl.store(order + row, at, mask=at < slots)
+    else:
+        expert = program - blocks
+        first = tl.load(starts + expert)
+        number = tl.cdiv(tl.load(offsets + expert) - first, ROWS)
+        tiles += tl.load(tile_starts + expert) * 2
+        for start in range(0, number, 64):
+            tile = start + tl.arange(0, 64)
+            exists = tile < number
+            tl.store(tiles + tile * 2, tl.zeros((64,), tl.int32) + expert, mask=exists)
+            tl.store(tiles + tile * 2 + 1, first + tile * ROWS, mask=exists)
+
+
+def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return order, offsets, tiles and tile_count of :class:`fastpack.ops.experts.routing.Routing`."""
+    slots, device = index.numel(), index.device
+    columns = triton.next_power_of_2(experts + 1)
+    block = max(16, min(1024, SORTED_ENTRIES // columns))
+    blocks = triton.cdiv(slots, block)
+
+    def integers(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
+
+    counts, starts, tile_starts = integers(blocks * columns), integers(columns), integers(columns)
+    order, offsets, tile_count = integers(slots), integers(experts), integers(1)
+    tiles = torch.empty(triton.cdiv(slots, TILE_ROWS) + min(experts, slots), 2, dtype=torch.int32, device=device)
+    index = index.contiguous()
+    shared = {"COLUMNS": columns, "num_warps": 8, **early(index)}
+    with on_device(index):
+        if blocks:
+            _count_kernel[(blocks,)](index, counts, slots, experts, BLOCK=block, **shared)
+        scanned = max(1, SCAN_ENTRIES // columns)
+        _scan_kernel[(1,)](
+            counts, starts, offsets, tile_starts, tile_count, blocks, experts, BLOCK=scanned, ROWS=TILE_ROWS, **shared
+        )
+        _place_kernel[(blocks + experts,)](
+            *(index, counts, starts, offsets, tile_starts, order, tiles, slots, blocks, experts),
+            BLOCK=block,
+            ROWS=TILE_ROWS,
+            **shared,
+        )
+    return order, offsets, tiles, tile_count
+
+
+@triton.jit
+def _gather_kernel(x, order, out, choices, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    token = (tl.load(order + row) // choices).to(tl.int64)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + row * WIDTH + at, tl.load(x + token * WIDTH + at, mask=at < WIDTH), mask=at < WIDTH)
+
+
+def gather_rows(x: Tensor, order: Tensor, choices: int) -> Tensor:
+    """Return ``x [T, H]`` at each row's token, ``[R, H]``."""
+    width = x.shape[1]
+    out = x.new_empty(len(order), width)
+    block = min(BLOCK_H, triton.next_power_of_2(width))
+    x = x.contiguous()
+    if len(order):
+        with on_device(x):
+            _gather_kernel[(len(order),)](x, order, out, choices, width, block, num_warps=4, **early(x))
+    return out
+
+
+@triton.jit
+def _sum_kernel(
+    y, index, weights, out, experts, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        slot = token * CHOICES + choice
+        here = tl.load(index + slot) < experts
+        value = tl.load(y + slot * WIDTH + at, mask=(at < WIDTH) & here, other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + slot).to(tl.float32)
+        total += value
+    tl.store(out + token * WIDTH + at, total.to(out.dtype.element_ty), mask=at < WIDTH)
+
+
+def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None) -> Tensor:
+    """Return the weighted sums of ``y [R, H]`` over each token's slots, ``[T, H]``."""
+    tokens, choices = index.shape
+    width = y.shape[1]
+    out = y.new_empty(tokens, width)
+    block = min(BLOCK_H, triton.next_power_of_2(width))
+    index, weights = index.contiguous(), None if weights is None else weights.contiguous()
+    if tokens:
+        with on_device(y):
+            _sum_kernel[(tokens, triton.cdiv(width, block))](
+                y, index, weights, out, experts, choices, width, block, num_warps=4, **early(y)
+            )
+    return out
