@@ -232,6 +232,11 @@ def finer_copy(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtyp
     with torch.no_grad():
         for parameter, source in zip(finer.parameters(), model.parameters(), strict=True):
             parameter.copy_(source)
-    if finer._can_set_experts_implementation():
-        finer.set_experts_implementation("eager")  # grouped matmuls know no float64
-    return finer
+    return with_eager_experts(finer)
+
+
+def with_eager_experts(model: Any) -> Any:
+    """Return the model, with experts that run in float64, too, which transformers' grouped matmuls don't know."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model

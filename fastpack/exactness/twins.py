@@ -78,7 +78,6 @@ def build_twin(
     """
     small = shrink(config, **settings)
     small._attn_implementation = "eager"  # the family's own function, which honours all of its arguments
-    small._experts_implementation = "eager"  # grouped matmuls know no float64
     for each in _with_parts(small):
         each.dtype = dtype
         for name, value in vars(each).items():

@@ -1,7 +1,7 @@
 """Families of the fast tier: every attention module has a spec of :mod:`fastpack.families.shared_specs`.
 
 They meet the conditions of :mod:`fastpack.families.varlen`. Norms, MLPs, whole layers, and heads with a fused loss are
-fast too if they have a spec. Blocks of experts keep their stock forward.
+fast too if they have a spec, as are blocks of experts.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,7 @@ from fastpack.families.shared_specs import (
     GLM4V_ATTENTION,
     GLM_ATTENTION,
     GPT_OSS_ATTENTION,
+    GPT_OSS_EXPERTS,
     GRANITE,
     GRANITE_MOE,
     GRANITE_MOE_MLP,
@@ -43,6 +44,7 @@ from fastpack.families.shared_specs import (
     MISTRAL4_ATTENTION,
     MISTRAL_ATTENTION,
     MIXTRAL,
+    MIXTRAL_EXPERTS,
     MIXTRAL_HEAD,
     MOLMO2_ATTENTION,
     MUSE_ATTENTION,
@@ -60,6 +62,7 @@ from fastpack.families.shared_specs import (
     SMOLLM3_ATTENTION,
     STARCODER2_ATTENTION,
     STEP_ATTENTION,
+    STEP_EXPERTS,
     like,
     named,
 )
@@ -119,7 +122,7 @@ def _fast(
         package: as in :class:`Family`.
         backbone: the backbone's class, without prefix.
         mask_window: as in :class:`Family`.
-        router: the class that chooses experts, without prefix; empty for none.
+        router: the class that chooses experts, without prefix; empty for none. With it, the experts are like Mixtral's.
         others: other or further specs, by class name without prefix; None for a class that is not fast.
     """
     return Family(
@@ -129,7 +132,7 @@ def _fast(
         package=package,
         mask_window=mask_window,
         routers=(f"{name}{router}",) if router else (),
-        fast=named(name, **like(specs, **others)),
+        fast=named(name, **like(like(specs, Experts=MIXTRAL_EXPERTS if router else None), **others)),
     )
 
 
@@ -142,7 +145,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
         DecoderLayer=AFMOE_LAYER,
         router="TokenChoiceRouter",
     ),
-    _fast("aria_text", "AriaText", MIXTRAL, ForCausalLM=None, package="aria", router="TopKRouter"),
+    _fast("aria_text", "AriaText", MIXTRAL, Experts=None, ForCausalLM=None, package="aria", router="TopKRouter"),
     _fast("arcee", "Arcee", MLP=None),
     _fast("apertus", "Apertus", Attention=GLM4_MOE_ATTENTION, MLP=None, DecoderLayer=None),
     _fast(
@@ -179,7 +182,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
     _fast("glm4", "Glm4", Attention=GLM_ATTENTION, MLP=PHI3_MLP, DecoderLayer=GLM4_LAYER),
     _fast("glm4_moe", "Glm4Moe", Attention=GLM4_MOE_ATTENTION, router="TopkRouter"),
     _fast("glm4_moe_lite", "Glm4MoeLite", Attention=DEEPSEEK_V3_ATTENTION, router="TopkRouter"),
-    _fast("gpt_oss", "GptOss", MIXTRAL, Attention=GPT_OSS_ATTENTION, RMSNorm=OLMO2_NORM, router="TopKRouter"),
+    _fast("gpt_oss", "GptOss", MIXTRAL, Attention=GPT_OSS_ATTENTION, RMSNorm=OLMO2_NORM, Experts=GPT_OSS_EXPERTS, router="TopKRouter"),
     _fast("granite", "Granite", GRANITE),
     _fast("granite_swa", "GraniteSWA", GRANITE, Attention=GRANITE_SWA_ATTENTION),
     _fast("granitemoe", "GraniteMoe", GRANITE_MOE, router="TopKRouter"),
@@ -236,6 +239,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
         "ernie4_5_vl_moe",
         router="MoeTopKRouter",
         TextAttention=ERNIE4_5_VL_ATTENTION,
+        MoeExperts=MIXTRAL_EXPERTS,
         RMSNorm=LLAMA_NORM,
         MLP=LLAMA_MLP,
     ),
@@ -254,6 +258,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
         "glm4v_moe",
         router="TextTopkRouter",
         TextAttention=LLAMA_ATTENTION,
+        TextExperts=MIXTRAL_EXPERTS,
         RMSNorm=LLAMA_NORM,
         TextRMSNorm=LLAMA_NORM,
         TextMLP=LLAMA_MLP,
@@ -318,6 +323,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
         "ThinkerTextModel",
         router="ThinkerTextTopKRouter",
         ThinkerTextAttention=QWEN3_ATTENTION,
+        ThinkerTextExperts=MIXTRAL_EXPERTS,
         ThinkerTextRMSNorm=LLAMA_NORM,
         TextRMSNorm=LLAMA_NORM,
         ThinkerTextMLP=LLAMA_MLP,
@@ -329,6 +335,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
         Attention=STEP_ATTENTION,
         RMSNorm=GEMMA_NORM,
         MLP=None,
+        Experts=STEP_EXPERTS,
         ForCausalLM=None,
         package="step3p7",
         backbone="TextModel",
@@ -352,7 +359,13 @@ FAST_FAMILIES: tuple[Family, ...] = (
         drops_packing=True,
         shares_states=True,
         routers=("Gemma4TextRouter",),
-        fast=named("Gemma4", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
+        fast=named(
+            "Gemma4",
+            TextAttention=GEMMA4_ATTENTION,
+            RMSNorm=GEMMA4_NORM,
+            TextMLP=LLAMA_MLP,
+            TextExperts=MIXTRAL_EXPERTS,
+        ),
     ),
     Family(
         "gemma4_unified_text",

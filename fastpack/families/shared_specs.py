@@ -12,6 +12,7 @@ from dataclasses import replace
 from fastpack.families.spec import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     HeadSpec,
     LatentAttentionSpec,
     MlpSpec,
@@ -84,6 +85,19 @@ PHI3_MLP = MlpSpec(gate_up=("gate_up_proj",), activation="activation_fn")
 SEED_OSS_MLP = MlpSpec(out_dropout="residual_dropout")
 GRANITE_MOE_MLP = MlpSpec(gate_up=("input_linear",), down="output_linear", activation="activation")
 LFM2_MLP = MlpSpec(gate_up=("w1", "w3"), down="w2", activation=None)
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+MIXTRAL_EXPERTS = ExpertsSpec()
+ARIA_EXPERTS = ExpertsSpec(transposed=True)
+GPT_OSS_EXPERTS = ExpertsSpec(
+    transposed=True, bias=True, columns="interleaved", activation=None, alpha="alpha", limit="limit", offset=1.0
+)
+STEP_EXPERTS = ExpertsSpec(limit="limit", clamps_after=True)
+DEEPSEEK_V4_EXPERTS = ExpertsSpec(limit="limit")
+GLM5_EXPERTS = ExpertsSpec(activation=None, limit="swiglu_limit")
+MINIMAX_M3_EXPERTS = ExpertsSpec(activation=None, alpha="swiglu_alpha", limit="swiglu_limit", offset=1.0)
+NEMOTRON_EXPERTS = ExpertsSpec(inner="up_proj", columns="plain")
 
 # --- decoder layers ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fastpack.ops.expert_operands import Columns
 from fastpack.ops.kinds import Rounding
 from fastpack.ops.rope import Layout
 from fastpack.packing.two_way import TwoWay
@@ -141,6 +142,35 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """A block of experts: the sum over a token's experts of ``weight * down(gated(inner(x)))``.
+
+    Its forward takes the tokens ``[T, H]``, the experts that each has chosen ``[T, K]``, and their weights ``[T, K]``.
+    The weights of all experts are stacked. For the gated unit see :class:`fastpack.ops.expert_operands.Gate`.
+
+    Attributes:
+        inner, down: the names of both stacks. A stack's bias has its name, and ``_bias`` after it.
+        transposed: whether stacks are ``[E, in, out]``; else they are ``[E, out, in]``.
+        bias: whether both layers have a bias.
+        columns: where the gate is in the result of ``inner``.
+        activation: the name of the activation's attribute; None if the forward calls SiLU as a function.
+        alpha, limit: the name of the attribute that holds this value of the gated unit, or None.
+        offset, clamps_after: as in the gated unit.
+    """
+
+    inner: str = "gate_up_proj"
+    down: str = "down_proj"
+    transposed: bool = False
+    bias: bool = False
+    columns: Columns = "halves"
+    activation: str | None = "act_fn"
+    alpha: str | None = None
+    limit: str | None = None
+    offset: float = 0.0
+    clamps_after: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """A decoder layer: attention, then an MLP, each added to the residual stream.
 
@@ -217,7 +247,7 @@ class MixerSpec:
 Tier = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
 TIERS: tuple[Tier, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
 """All tiers, from the highest to the lowest."""
-Spec = AnyAttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
+Spec = AnyAttentionSpec | NormSpec | MlpSpec | ExpertsSpec | DecoderSpec | HeadSpec
 
 
 @dataclass(frozen=True)

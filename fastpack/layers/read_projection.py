@@ -20,6 +20,7 @@ from fastpack.ops.linear.operands import Lora, Projection, product_dtype
 from fastpack.utils.classes import stock_class
 from fastpack.utils.hooks import carries_hooks
 from fastpack.utils.protocols import ConfigLike
+from fastpack.utils.replacement import replacement_on
 from fastpack.utils.sharding import is_gathered, is_partitioned
 
 
@@ -39,7 +40,7 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
         return _read_linear(module, at_rest)
     if cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes."):
         return _read_4bit(module)
-    if _wraps_parameter(module) and linear_sizes(_wrapped(module)) is None:
+    if wraps_parameter(module) and linear_sizes(_wrapped(module)) is None:
         return f"LoRA on weights of a {type(_wrapped(module)).__name__}, which PEFT adds to these"
     if hasattr(module, "lora_A") and cls.__module__ in _PEFT_MODULES:
         return _read_lora(module, at_rest)
@@ -66,7 +67,7 @@ def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
         return reason
     if not (hasattr(module, "lora_A") and type(module).__module__ in _PEFT_MODULES):
         return module, None
-    update = _active_update(module)
+    update = active_update(module)
     return update if isinstance(update, str) else (module.base_layer, update)  # type: ignore[return-value]
 
 
@@ -159,7 +160,7 @@ def _why_opaque(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
+def why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
     """Return why a weight can't be used directly, or None."""
     if type(weight) not in (nn.Parameter, Tensor) and not (at_rest and is_gathered(weight)):
         return f"its weight is a {type(weight).__name__}"
@@ -172,7 +173,7 @@ def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
 
 def _read_linear(module: Any, at_rest: bool) -> Projection | str:
     weight: Tensor = module.weight
-    return _why_not_plain(weight, at_rest) or Projection(weight, product_dtype(weight, weight.dtype), module.bias)
+    return why_not_plain(weight, at_rest) or Projection(weight, product_dtype(weight, weight.dtype), module.bias)
 
 
 def _read_4bit(module: Any) -> Projection | str:
@@ -192,13 +193,13 @@ def _read_lora(module: Any, at_rest: bool) -> Projection | str:
     base = read_projection(module.base_layer, at_rest=at_rest)
     if isinstance(base, str):
         return f"under LoRA, {base}"
-    update = _active_update(module, at_rest)
+    update = active_update(module, at_rest)
     if isinstance(update, str):
         return update
     return base if update is None else Projection(base.weight, base.dtype, base.bias, update, base.quant_state)
 
 
-def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
+def active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
     """Return the active LoRA update, None if there is none, or why PEFT must compute it."""
     if module.merged:
         if not module.disable_adapters or at_rest:
@@ -224,7 +225,7 @@ def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
     weight_a, weight_b = _weight_of(a), _weight_of(b)
     if weight_a is None or weight_b is None:
         return "its adapter has no weight"
-    reason = _why_not_plain(weight_a, at_rest) or _why_not_plain(weight_b, at_rest)
+    reason = why_not_plain(weight_a, at_rest) or why_not_plain(weight_b, at_rest)
     if reason is not None:
         return f"in its adapter, {reason}"
     probability = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
@@ -241,7 +242,7 @@ def _base_layer(module: nn.Module) -> nn.Module | None:
     return module._modules.get("base_layer")
 
 
-def _wraps_parameter(module: nn.Module | None) -> bool:
+def wraps_parameter(module: nn.Module | None) -> bool:
     """Return whether a module is PEFT's wrapper around a parameter that LoRA trains."""
     return type(module).__name__ == "ParamWrapper" and type(module).__module__ in _PEFT_MODULES
 
@@ -288,8 +289,8 @@ def describe_projection(module: nn.Module) -> str | None:
     base = _base_layer(module)
     if base is not None:
         inner = describe_projection(base)
-        if _wraps_parameter(module):
-            return inner if _wraps_parameter(base) else f"{inner or type(base).__name__} + lora"
+        if wraps_parameter(module):
+            return inner if wraps_parameter(base) else f"{inner or type(base).__name__} + lora"
         return None if inner is None else f"{inner} + {_adapter(module)}"
     names = {cls.__name__ for cls in type(module).__mro__}
     if "Linear4bit" in names:
@@ -349,6 +350,8 @@ def count_opaque(model: nn.Module) -> dict[str, int]:
 
 def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
     """Return why a projection is called as a module if its input has this dtype, or None."""
+    if wraps_parameter(module) and replacement_on(module) is not None:
+        return None  # the fast forward of experts reads it
     method = _reads_rows(module)
     if method is not None:
         return f"not isolated, and refused when it runs: {method}, {_BY_ROWS[method]}"

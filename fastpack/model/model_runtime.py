@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fastpack.layers.experts import ExpertsPlace
 from fastpack.layers.hf_attention import follow_stock_config
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock_attention import StockAttention
@@ -30,6 +31,7 @@ class UserChanges:
         order: the order of the layers; None if no mask of the stock model depends on a layer's place.
         configs: the private configs of modules that attend through our interface.
         attention: the attention implementation that the stock model uses.
+        experts: the blocks of experts, whose fast forward follows PEFT's wrappers around them.
         window: the largest number of tokens that a query sees in the layer with the narrowest window or chunk; None for
             no limit.
     """
@@ -38,12 +40,15 @@ class UserChanges:
     order: LayerOrder | None = None
     configs: list[Any] = field(default_factory=list)
     attention: StockAttention = field(default_factory=StockAttention)
+    experts: list[ExpertsPlace] = field(default_factory=list)
     window: int | None = None
 
     def follow(self) -> None:
-        """Copy changes of the user's config to the private configs, on the stock path too."""
+        """Follow changes of the user's config, and new wrappers around experts, on the stock path too."""
         for private in self.configs:
             follow_stock_config(private)
+        for place in self.experts:
+            place.follow()
 
     def check(self, backbone: nn.Module) -> None:
         """Raise if a change can't be followed exactly. The host never waits for the device.

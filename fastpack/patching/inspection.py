@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from fastpack.layers.experts import innermost, read_experts
 from fastpack.layers.liger import count_unknown
 from fastpack.layers.read_projection import count_opaque, count_projections, not_isolated
 from fastpack.layers.rope_tables import unserved
@@ -45,7 +46,7 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     skipped = planned.skipped + mixing.unknown_modules() + unserved(backbone)
-    skipped += unfused(backbone, state.changes)
+    skipped += unfused(backbone, state.changes) + _experts_as_they_are(state)
     replaced = None if head is None else replaced_forward(head)
     if replaced is not None:
         skipped += ((type(head).__name__, f"its class's forward is {replaced}, which runs around a patched backbone"),)
@@ -64,6 +65,17 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         skipped=skipped,
         notes=notes,
     )
+
+
+def _experts_as_they_are(state: PatchState) -> tuple[tuple[str, str], ...]:
+    """Return the classes of experts whose weights or adapters can't be read now, and why."""
+    reasons: dict[tuple[str, str], None] = {}
+    for place in state.runtime.user_changes.experts:
+        ours = place.replacement
+        operands = read_experts(place.parent._modules.get(place.name) or ours.owner, ours.spec, at_rest=True)
+        if isinstance(operands, str):
+            reasons[type(innermost(ours.owner)).__name__, f"{operands}: the stock forward runs"] = None
+    return tuple(reasons)
 
 
 def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:

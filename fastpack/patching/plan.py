@@ -16,6 +16,7 @@ from fastpack.families.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     Family,
     MixerSpec,
     MlpSpec,
@@ -25,6 +26,7 @@ from fastpack.families.spec import (
 )
 from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
+from fastpack.layers.experts import ExpertsPlace, chosen_by_name, experts_forward, places_of
 from fastpack.layers.liger import spec_of, stands_for
 from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
@@ -70,6 +72,7 @@ KINDS: dict[Callable[..., Any], str] = {
     decoder_forward: "layer",
     norm_forward: "norm",
     mlp_forward: "mlp",
+    experts_forward: "experts",
     packed_alibi: "alibi",
     packed_mask: "mask",
     rotary_forward: "rotary",
@@ -144,7 +147,10 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     refuse_misplaced(backbone, mixing_specs, mask_maker(parts.composite))
     refuse_two_ways(parts, own, attentions, specs)
     inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
-    skipped += _replaced_norms_and_mlps(recognised)
+    places, by_name = _plan_experts(recognised, runtime.layers)
+    runtime.user_changes.experts.extend(places)
+    inside += [place.replacement for place in places]
+    skipped += by_name + _replaced_parts(recognised)
     tables = _plan_methods(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
@@ -276,15 +282,35 @@ def _is_replaced(module: nn.Module, spec: Spec, recognised: Recognised) -> bool:
     return forward is not None and not stands_for(module, forward, spec, recognised.backbone)
 
 
-def _replaced_norms_and_mlps(recognised: Recognised) -> Skipped:
-    """Return a note on each norm and MLP that has no fast forward because other code has replaced its own."""
+def _plan_experts(recognised: Recognised, runtime: Runtime) -> tuple[list[ExpertsPlace], Skipped]:
+    """Return the places of the blocks of experts that will be fast, and a note on those that the user has chosen."""
+    specs: dict[int, ExpertsSpec] = {}
+    skipped: list[tuple[str, str]] = []
+    for module in recognised.backbone.modules():
+        spec = recognised.specs.get(own_class(module, recognised.family) or "")
+        if not isinstance(spec, ExpertsSpec) or _is_replaced(module, spec, recognised):
+            continue
+        chosen = chosen_by_name(getattr(module, "config", None))
+        if chosen is None:
+            specs[id(module)] = spec
+        else:
+            skipped.append((type(module).__name__, f"experts_implementation={chosen!r} was chosen by name, and runs"))
+    places = [
+        ExpertsPlace(parent, name, _replacement(outermost, experts_forward, specs[id(block)], runtime))
+        for parent, name, outermost, block in places_of(recognised.backbone, specs)
+    ]
+    return places, tuple(skipped)
+
+
+def _replaced_parts(recognised: Recognised) -> Skipped:
+    """Return a note on each norm, MLP and block of experts whose own forward other code has replaced."""
     return tuple(
         (
             own_class(module, recognised.family) or type(module).__name__,
             "other code had already replaced its forward: left alone",
         )
         for module in recognised.backbone.modules()
-        if isinstance(spec := _mixing_spec(module, recognised), (NormSpec, MlpSpec))
+        if isinstance(spec := _mixing_spec(module, recognised), (NormSpec, MlpSpec, ExpertsSpec))
         and _is_replaced(module, spec, recognised)
     )
 
@@ -336,7 +362,7 @@ def _computed_here(
     Fastpack's forwards would bypass the new forward, or would call it with packed tokens. Modules that run on rows, and
     the head, may have any forward.
     """
-    functions = [forward for _, forward in FAST] + ([] if family.repadded else [backbone_forward])
+    functions = [experts_forward, *(forward for _, forward in FAST)] + ([] if family.repadded else [backbone_forward])
     return [*(each.module for each in planned if each.function in functions), *through_interface]
 
 

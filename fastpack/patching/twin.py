@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_map
 
 from fastpack.errors import FastpackError
 from fastpack.exactness.inputs import INPUT_KINDS, packed, single
-from fastpack.exactness.oracle import Oracle
+from fastpack.exactness.oracle import Oracle, with_eager_experts
 from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, compare, is_half, middle, relative
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, ExpertsSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.layers.rope_tables import unknown_tables
 from fastpack.layers.window_checks import FULL
 from fastpack.model.unwrap import find_parts
@@ -67,7 +67,7 @@ FOREIGN = (
     ValueError,
 )
 """The errors that unproved code may raise when it is built or run, or when fastpack reads it by a wrong spec."""
-_ORDER = (NormSpec, MlpSpec, *AnyAttentionSpec.__args__, DecoderSpec)
+_ORDER = (NormSpec, MlpSpec, ExpertsSpec, *AnyAttentionSpec.__args__, DecoderSpec)
 """The order in which kinds of specs are tried: attention may hold norms, and a layer runs all of the others."""
 _NO_SETTINGS = ("layer_idx", "training")
 
@@ -198,7 +198,7 @@ class Twin:
                 module.bias.detach().zero_()  # under ZeRO-3, DeepSpeed's matmul rounds before the bias
         proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
-        oracle = Oracle.of_float32(model, distinct_sequences(), lambda: copy.deepcopy(model).double())
+        oracle = Oracle.of_float32(model, distinct_sequences(), lambda: with_eager_experts(copy.deepcopy(model).double()))
         return cls(model, dropping, half, family, known, oracle)
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:

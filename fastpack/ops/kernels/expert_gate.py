@@ -25,11 +25,11 @@ BLOCK = 1024
 
 
 @triton.jit
-def _load(inner, at, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def _load(inner, start, at, mask, filled, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """Load gate and up of a row that begins at ``inner``; both are the same if columns are plain."""
     if COLUMNS == "interleaved":
-        pairs = tl.arange(0, 2 * BLOCK) + 2 * tl.min(at, 0)
-        both = tl.load(inner + pairs, mask=pairs < 2 * WIDTH, other=0.0)
+        pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(inner + pairs, mask=pairs < 2 * filled, other=0.0)
         gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
     else:
         gate = tl.load(inner + at, mask=mask, other=0.0)
@@ -76,13 +76,13 @@ def _forward_kernel(
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    here = row < tl.load(offsets + experts - 1)
+    filled = tl.where(row < tl.load(offsets + experts - 1), WIDTH, 0)
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        mask = (at < WIDTH) & here
-        gate, up = _load(inner + row * INNER, at, mask, WIDTH, BLOCK, COLUMNS)
+        mask = at < filled
+        gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
         value, _, factor, _ = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER)
-        product = tl.where(here, value * factor, 0.0)
+        product = tl.where(mask, value * factor, 0.0)
         tl.store(out + row * WIDTH + at, product.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
@@ -94,15 +94,15 @@ def _backward_kernel(
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    here = row < tl.load(offsets + experts - 1)
+    filled = tl.where(row < tl.load(offsets + experts - 1), WIDTH, 0)
     slot = tl.load(order + row)
     weight = tl.load(weights + slot).to(tl.float32)
     product = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         exists = at < WIDTH
-        mask = exists & here
-        gate, up = _load(inner + row * INNER, at, mask, WIDTH, BLOCK, COLUMNS)
+        mask = at < filled
+        gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
         value, slope, factor, slope_of_up = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER)
         g = tl.load(grad + row * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
         product += g * value * factor
@@ -113,12 +113,12 @@ def _backward_kernel(
         if COLUMNS == "interleaved":
             both = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
             pairs = 2 * start + tl.arange(0, 2 * BLOCK)
-            tl.store(target + pairs, tl.where(here, both, 0.0).to(element), mask=pairs < 2 * WIDTH)
+            tl.store(target + pairs, tl.where(pairs < 2 * filled, both, 0.0).to(element), mask=pairs < 2 * WIDTH)
         else:
-            tl.store(target + at, tl.where(here, of_gate, 0.0).to(element), mask=exists)
+            tl.store(target + at, tl.where(mask, of_gate, 0.0).to(element), mask=exists)
             if COLUMNS == "halves":
-                tl.store(target + WIDTH + at, tl.where(here, of_up, 0.0).to(element), mask=exists)
-        weighted = tl.where(here, weight * value * factor, 0.0)
+                tl.store(target + WIDTH + at, tl.where(mask, of_up, 0.0).to(element), mask=exists)
+        weighted = tl.where(mask, weight * value * factor, 0.0)
         tl.store(grad + row * WIDTH + at, weighted.to(grad.dtype.element_ty), mask=exists)
     tl.store(of_weights + slot, tl.sum(product, 0))
 

@@ -155,8 +155,8 @@ def _sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOICES):
         slot = token * CHOICES + choice
-        here = tl.load(index + slot) < experts
-        value = tl.load(y + slot * WIDTH + at, mask=(at < WIDTH) & here, other=0.0).to(tl.float32)
+        filled = tl.where(tl.load(index + slot) < experts, WIDTH, 0)
+        value = tl.load(y + slot * WIDTH + at, mask=at < filled, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + slot).to(tl.float32)
         total += value

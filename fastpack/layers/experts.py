@@ -1,0 +1,191 @@
+"""The fast forward of blocks of experts, with LoRA on their stacked weights.
+
+PEFT wraps the block once for each stack that LoRA trains (``target_parameters``). Its wrappers add dense updates to the
+stacks before the block runs. So the fast forward takes the place of the outermost wrapper's, and reads the adapters.
+A block whose stacks or adapters can't be read runs as it is.
+
+Shape suffixes: T tokens, K experts of a token, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastpack.families.spec import ExpertsSpec
+from fastpack.layers.read_projection import active_update, why_not_plain, wraps_parameter
+from fastpack.layers.runtime import Runtime
+from fastpack.ops.expert_operands import ExpertActivation, Gate
+from fastpack.ops.experts.experts import ExpertLinear, experts
+from fastpack.ops.glu import activation_kind
+from fastpack.ops.linear.operands import product_dtype
+from fastpack.utils.classes import stock_class
+from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.protocols import ConfigLike
+from fastpack.utils.replacement import Replacement
+from fastpack.utils.signatures import bind, parameters
+
+DEFAULTS = (None, "grouped_mm")
+"""The values of a config's ``_experts_implementation`` if nobody has chosen one by name. By name, ``grouped_mm`` means
+the same as by default."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertOperands:
+    """The operands of a block of experts: both layers, and the gated unit between them."""
+
+    inner: ExpertLinear
+    down: ExpertLinear
+    gate: Gate
+
+
+def experts_forward(patched: Replacement[ExpertsSpec, Runtime], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run a block of experts on ``[..., H]``, or the stock forward if its weights can't be read.
+
+    Args:
+        patched: the replacement of the outermost forward: the block's own, or that of a wrapper of PEFT.
+        hidden_states: the tokens.
+        *args: the chosen experts ``[T, K]`` and their weights ``[T, K]``.
+        **kwargs: the same, by the block's own names.
+    """
+    if torch.compiler.is_compiling():
+        return patched.stock(hidden_states, *args, **kwargs)
+    spec = patched.spec
+    operands = read_experts(patched.owner, spec)
+    if isinstance(operands, str):
+        return patched.stock(hidden_states, *args, **kwargs)
+    cls = stock_class(innermost(patched.owner))
+    arguments = bind(cls, (hidden_states, *args), kwargs)
+    _, index, weights = (arguments[name] for name in parameters(cls.forward)[:3])
+    weight = operands.inner.weight
+    result = experts(
+        hidden_states.reshape(-1, hidden_states.shape[-1]),
+        index,
+        weights,
+        operands.inner,
+        operands.down,
+        operands.gate,
+        transposed=spec.transposed,
+        dtype=product_dtype(weight, weight.dtype),
+        implementation=patched.runtime.kernels,
+    )
+    return result.view(hidden_states.shape)
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """Return the module inside PEFT's wrappers around parameters."""
+    while wraps_parameter(module):
+        module = module.base_layer  # type: ignore[assignment]
+    return module
+
+
+def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False) -> ExpertOperands | str:
+    """Return the operands of a block of experts, or why it must run as it is.
+
+    Args:
+        module: the block, or the outermost wrapper of PEFT around it.
+        spec: the block's spec.
+        at_rest: as for :func:`fastpack.layers.read_projection.read_projection`.
+    """
+    loras: dict[str, Any] = {}
+    outermost = module
+    while wraps_parameter(module):
+        wrapper: Any = module
+        if wrapper is not outermost and carries_hooks(wrapper):
+            return "a wrapper of PEFT carries hooks"
+        update = active_update(wrapper, at_rest)
+        if isinstance(update, str):
+            return update
+        if update is not None:
+            loras[wrapper.parameter_name] = update
+        module = wrapper.base_layer
+    if module is not outermost and carries_hooks(module):
+        return "it carries hooks, or a forward of its own (offloading does this)"
+    gate = read_gate(module, spec)
+    if isinstance(gate, str):
+        return gate
+    layers: list[ExpertLinear] = []
+    for name in (spec.inner, spec.down):
+        weight, bias = (module._parameters.get(each) for each in (name, f"{name}_bias"))
+        if weight is None or (spec.bias and bias is None):
+            return f"its {name} is not a plain parameter"
+        reason = why_not_plain(weight, at_rest) or (why_not_plain(bias, at_rest) if bias is not None else None)
+        if reason is not None:
+            return reason
+        if not weight.is_floating_point():
+            return f"its {name} has {weight.dtype} weights"
+        layers.append(ExpertLinear(weight, bias, loras.pop(name, None)))
+    if loras:
+        return f"LoRA trains its {min(loras)}"
+    return ExpertOperands(*layers, gate)
+
+
+def read_gate(module: Any, spec: ExpertsSpec) -> Gate | str:
+    """Return the gated unit of a block of experts, or why no kernel computes it."""
+    activation = F.silu if spec.activation is None else getattr(module, spec.activation)
+    kind: ExpertActivation | None = activation_kind(activation)
+    if kind is None and type(activation).__name__ == "ReLUSquaredActivation" and not carries_hooks(activation):
+        kind = "relu2"
+    if kind is None:
+        return f"its activation is a {type(activation).__name__}"
+    alpha, limit = (None if name is None else getattr(module, name) for name in (spec.alpha, spec.limit))
+    return Gate(
+        kind,
+        spec.columns,
+        alpha=1.0 if alpha is None else float(alpha),
+        limit=math.inf if limit is None else float(limit),
+        offset=spec.offset,
+        clamps_after=spec.clamps_after,
+    )
+
+
+def chosen_by_name(config: ConfigLike | None) -> str | None:
+    """Return the implementation of experts that the user has chosen by name, or None."""
+    name = getattr(config, "_experts_implementation", None)
+    return None if name in DEFAULTS else str(name)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsPlace:
+    """The place of a block of experts in the module that calls it; PEFT's wrappers may come into this place, or go.
+
+    Attributes:
+        parent: the module that calls the block.
+        name: the block's name there.
+        replacement: the replacement of the outermost forward in this place.
+    """
+
+    parent: nn.Module
+    name: str
+    replacement: Replacement[ExpertsSpec, Runtime]
+
+    def follow(self) -> None:
+        """Move the replacement to the module that is outermost now."""
+        outermost, ours = self.parent._modules.get(self.name), self.replacement
+        if outermost is None or outermost is ours.owner or innermost(outermost) is not innermost(ours.owner):
+            return
+        ours.undo()
+        ours.owner = outermost
+        ours.install()
+
+
+def places_of(
+    backbone: nn.Module, blocks: Container[int]
+) -> Iterator[tuple[nn.Module, str, nn.Module, nn.Module]]:
+    """Yield the parent of each of these blocks of experts, the name there, the outermost wrapper, and the block.
+
+    Args:
+        backbone: the backbone that holds them.
+        blocks: the ids of the blocks.
+    """
+    for parent in backbone.modules():
+        if not wraps_parameter(parent):
+            for name, child in parent._modules.items():
+                if child is not None and id(block := innermost(child)) in blocks:
+                    yield parent, name, child, block
