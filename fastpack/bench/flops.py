@@ -6,7 +6,8 @@ These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts 
   those that predict a token of a completion;
 - with gradient checkpointing each layer's forward is computed once more (Chen et al., "Training Deep Nets with
   Sublinear Memory Cost", arXiv:1604.06174), except for matmuls that only its output needs: the last matmul of a gated
-  MLP, and with LoRA the matmul with its B.
+  MLP or of its experts, and with LoRA on it the matmul with its B. Experts are weighted behind that matmul; a weight's
+  gradient is the product of the matmul's input and of that input's gradient, which the backward computes anyway.
 
 For rows with images, the image tower is counted too, where each patch of an image sees all of its patches.
 
@@ -23,11 +24,11 @@ from typing import Any
 import torch
 
 from fastpack.bench.images import Grid
-from fastpack.bench.models import LORA_RANK, auto_class, with_lora
+from fastpack.bench.models import LORA_RANK, lora_config, with_lora
 from fastpack.bench.settings import GENERATIONS, RunSettings
-from fastpack.bench.shapes import TOWER, make_config
+from fastpack.bench.shapes import TOWER, auto_class, has_experts, make_config
 from fastpack.model.unwrap import find_parts
-from fastpack.trainers.metrics.flops import linear_flops, read_flops
+from fastpack.trainers.metrics.flops import ModelFlops, linear_flops, read_flops
 
 
 def tower_flops(model: Any, grids: Sequence[Grid]) -> int:
@@ -52,23 +53,45 @@ def tower_flops(model: Any, grids: Sequence[Grid]) -> int:
     return total * (embedding + blocks) + tokens * merged + scores * sum(count**2 for count in patches)
 
 
+def flops_of(model: ModelFlops, lengths: Sequence[int]) -> int:
+    """Return a model's operations on sequences of these lengths."""
+
+    def pairs(window: int | None) -> int:
+        """Count the pairs of a token and a token that it sees."""
+        seen = [min(length, window or length) for length in lengths]
+        return sum(most * (most + 1) // 2 + (length - most) * most for length, most in zip(lengths, seen, strict=True))
+
+    return model.of(sum(lengths), [pairs(window) for window in model.per_pair])
+
+
+def last_inputs(settings: RunSettings) -> int:
+    """Return the number of inputs of an MLP's last matmuls, for each of a layer's outputs of a token.
+
+    These are the sizes inside the experts that a token is routed to, or inside a dense MLP, and with LoRA its ranks.
+    """
+    config = make_config(settings.shape).get_text_config()
+    inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    adapted = settings.lora_experts if has_experts(settings.shape) else settings.mode != "full"
+    inputs = int(inner) + (LORA_RANK if adapted else 0)
+    return inputs * config.num_experts_per_tok if has_experts(settings.shape) else inputs
+
+
 def needed_flops(settings: RunSettings) -> int:
-    """Count the operations that the timed steps need, for a dense decoder with gated MLPs."""
+    """Count the operations that the timed steps need, for a decoder with gated MLPs or experts in every layer."""
     composite = make_config(settings.shape)
     config = composite.get_text_config()
     with torch.device("meta"):
         model: Any = auto_class(settings.shape).from_config(composite)
     lengths = [length for batch in settings.timed_batches() for length in batch]
     tokens = sum(lengths)
-    pairs = [sum(length * (length + 1) // 2 for length in lengths)]
-    reference = read_flops(model.requires_grad_(False)).of(tokens, pairs)
-    model = model.requires_grad_(True) if settings.mode == "full" else with_lora(model)
+    reference = flops_of(read_flops(model.requires_grad_(False)), lengths)
+    model = model.requires_grad_(True) if settings.mode == "full" else with_lora(model, lora_config(settings))
     timed = slice(settings.warmup * settings.rows, None)
     grids = settings.grids()[timed]
     if settings.trainer == "grpo":
         grids = [grid for grid in grids for _ in range(GENERATIONS)]
-    needed = read_flops(model).of(tokens, pairs) + tower_flops(model, grids)
-    forward = read_flops(model.requires_grad_(False)).of(tokens, pairs)
+    needed = flops_of(read_flops(model), lengths) + tower_flops(model, grids)
+    forward = flops_of(read_flops(model.requires_grad_(False)), lengths)
     head = 2 * config.hidden_size * config.vocab_size
     predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
     if settings.trainer == "grpo":
@@ -77,8 +100,8 @@ def needed_flops(settings: RunSettings) -> int:
         predicted = sum(chosen + rejected for _, chosen, rejected in settings.pair_lengths()[timed])
         needed += reference - head * (tokens - predicted)
     if settings.checkpointing:
-        last = config.intermediate_size if settings.mode == "full" else config.intermediate_size + LORA_RANK
-        needed += forward - tokens * (head + config.num_hidden_layers * 2 * config.hidden_size * last)
+        last = 2 * config.hidden_size * last_inputs(settings)
+        needed += forward - tokens * (head + config.num_hidden_layers * last)
         if grids and settings.mode == "full":  # a frozen tower is computed once
             vision = composite.vision_config
             last = 2 * vision.intermediate_size * vision.hidden_size * vision.depth

@@ -18,7 +18,7 @@ from fastpack.bench.lengths import make_rows
 from fastpack.bench.models import lora_config, patch
 from fastpack.bench.rows import image_collator, training_rows
 from fastpack.bench.settings import GENERATIONS, RunSettings
-from fastpack.bench.shapes import TOWER, has_images, make_config
+from fastpack.bench.shapes import has_images, make_config
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 Rollouts = dict[str, Any]
@@ -50,7 +50,6 @@ def _moved(value: Any, device: torch.device) -> Any:
 def grpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``GRPOTrainer`` of a variant: every step updates once with new rollouts, without a reference."""
     size = settings.rows * GENERATIONS
-    tower = TOWER if has_images(settings.shape) else None
     trainer = DrawnRollouts(
         make_rollouts(settings),
         model=model,
@@ -63,7 +62,7 @@ def grpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -
         ),
         train_dataset=Dataset.from_list([{"prompt": "<s>"}] * size),
         processing_class=tokenizer_of_ids(),
-        peft_config=lora_config(tower) if settings.mode != "full" else None,
+        peft_config=lora_config(settings) if settings.mode != "full" else None,
         callbacks=[LearnLater()],
     )
     if settings.spec.patched:

@@ -94,7 +94,7 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
         args=DPOConfig(**arguments),
         train_dataset=Dataset.from_list([{"prompt": "<s>", "chosen": "<s>", "rejected": "<s>"}]),
         processing_class=tokenizer_of_ids(),
-        peft_config=lora_config() if lora else None,
+        peft_config=lora_config(settings) if lora else None,
         callbacks=[LearnLater()],
     )
     # the trainer takes only texts, which it tokenizes; our pairs are token ids already

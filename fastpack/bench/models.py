@@ -9,17 +9,13 @@ import torch
 import fastpack
 from fastpack.bench import stock_varlen
 from fastpack.bench.settings import RunSettings
-from fastpack.bench.shapes import TOWER, has_images, make_config
-from fastpack.model.unwrap import find_parts
+from fastpack.bench.shapes import TOWER, auto_class, has_experts, has_images, make_config
 
 LORA_RANK = 16
-
-
-def auto_class(shape: str) -> Any:
-    """Return the auto class of transformers that builds a shape's model."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if has_images(shape) else AutoModelForCausalLM
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""The linear layers of a shape with experts; its router and its stacks of experts are plain parameters."""
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""The stacks of experts."""
 
 
 def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
@@ -29,7 +25,7 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     as a whole.
     """
     variant = settings.spec
-    stock = backend = "sdpa"
+    stock, backend = None, ""  # transformers' default: sdpa, or eager for a class that lacks sdpa
     if variant.varlen and not variant.patched:
         stock, backend = stock_varlen.implementation()
     torch.manual_seed(settings.seed)
@@ -38,12 +34,13 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
         model: Any = auto_class(settings.shape).from_config(config, dtype=dtype_of(device), attn_implementation=stock)
     if variant.varlen and has_images(settings.shape):
         stock_varlen.use_in_tower(model)
+    backend = backend or model.config.get_text_config()._attn_implementation
     if settings.mode == "qlora":
         model = quantised(model)
     if settings.trainer != "sft":
         return model.train(), backend
     if settings.mode != "full":
-        model = with_lora(model)
+        model = with_lora(model, lora_config(settings))
     if variant.patched:
         patch(model, settings)
     return model.train(), backend
@@ -86,12 +83,12 @@ def quantised(model: Any) -> Any:
     )
 
 
-def lora_config(tower: str | None = None) -> Any:
-    """Return the config of LoRA of rank 16 on every linear layer except the head, without dropout.
+def lora_config(settings: RunSettings) -> Any:
+    """Return the config of LoRA of rank 16, without dropout.
 
-    Args:
-        tower: the name of an image tower that stays frozen, as most recipes for vision-language models have it, or
-            None.
+    It is on every linear layer, except for the head and an image tower, which most recipes for vision-language models
+    leave frozen. If the shape has experts, it is on attention by name, since PEFT's ``all-linear`` also stands for
+    routers and experts of some families, of which it doubles a rank; with ``lora_experts`` it is on the experts too.
     """
     from peft import LoraConfig
 
@@ -99,20 +96,21 @@ def lora_config(tower: str | None = None) -> Any:
         r=LORA_RANK,
         lora_alpha=2 * LORA_RANK,
         lora_dropout=0.0,
-        target_modules="all-linear",
-        exclude_modules=None if tower is None else rf".*\.{tower}\..*",
+        target_modules=[*ATTENTION] if has_experts(settings.shape) else "all-linear",
+        target_parameters=[*EXPERTS] if settings.lora_experts else None,
+        exclude_modules=rf".*\.{TOWER}\..*" if has_images(settings.shape) else None,
         task_type="CAUSAL_LM",
     )
 
 
-def with_lora(model: Any) -> Any:
-    """Add LoRA (:func:`lora_config`).
+def with_lora(model: Any, config: Any) -> Any:
+    """Add LoRA of a config.
 
     On 4-bit weights, A and B are bfloat16, as in TRL.
     """
     from peft import get_peft_model
 
-    wrapped = get_peft_model(model, lora_config(TOWER if find_parts(model).composite is not None else None))
+    wrapped = get_peft_model(model, config)
     if getattr(model, "is_loaded_in_4bit", False):
         for parameter in wrapped.parameters():
             if parameter.requires_grad:

@@ -24,13 +24,14 @@ GENERATIONS = 8
 class RunSettings:
     """The settings of one run: the flags of ``fastpack bench``.
 
-    ``rows`` counts a batch's rows, or DPO's pairs, or GRPO's prompts.
+    ``rows`` counts a batch's rows, or DPO's pairs, or GRPO's prompts. With ``lora_experts``, LoRA is on experts too.
     """
 
     variant: str
     trainer: str = "sft"
     shape: str = "tiny"
     mode: Literal["full", "lora", "qlora"] = "full"
+    lora_experts: bool = False
     rows: int = 16
     steps: int = 20
     warmup: int = 3

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "model_type": "llama",
@@ -70,6 +87,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+    "tiny-moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 2048,
+    },
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-16layers": QWEN3_30B_A3B | {"num_hidden_layers": 16},
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+    },
     "tiny-vl": {
         "model_type": "qwen3_vl",
         "image_token_id": 2047,
@@ -113,7 +160,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vision_config": {"out_hidden_size": 4096},
     },
 }
-"""Config arguments by name; ``tiny`` and ``tiny-vl`` are for a CPU. Shapes with an image tower train on images."""
+"""Config arguments by name; those named ``tiny`` are for a CPU. Shapes with an image tower train on images."""
 
 
 TOWER = "visual"
@@ -130,3 +177,22 @@ def make_config(shape: str) -> Any:
 def has_images(shape: str) -> bool:
     """Return whether a shape is that of a vision-language model."""
     return "vision_config" in SHAPES[shape]
+
+
+def has_experts(shape: str) -> bool:
+    """Return whether a shape is that of a mixture of experts."""
+    return "num_experts_per_tok" in SHAPES[shape]
+
+
+def auto_class(shape: str) -> Any:
+    """Return the auto class of transformers that builds a shape's model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if has_images(shape) else AutoModelForCausalLM
+
+
+def takes_flash_attention(shape: str) -> bool:
+    """Return whether transformers has FlashAttention-2 for a shape; it has none for learned attention sinks."""
+    model_class = auto_class(shape)._model_mapping[type(make_config(shape))]
+    compatible = getattr(model_class, "_compatible_flash_implementations", None)
+    return compatible is None or "flash_attention_2" in compatible

@@ -61,6 +61,7 @@ def varlen_forward(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     is_causal: bool = True,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over packed or padded sequences, with the signature that transformers calls.
@@ -79,18 +80,19 @@ def varlen_forward(
         sliding_window: the window, or None.
         dropout: 0.
         is_causal: whether a token sees no later ones.
+        s_aux: None; learned attention sinks otherwise.
         **kwargs: further keywords of transformers, which are ignored.
 
     Returns:
         The output ``[B, S, H, D]``, with zeros at padding, and None for the attention weights.
 
     Raises:
-        ValueError: there is dropout, which the kernel lacks.
+        ValueError: there is dropout or there are sinks, which the kernel lacks.
     """
     from torch.nn.attention import varlen
 
-    if dropout:
-        raise ValueError("The benchmark's varlen attention has no dropout.")
+    if dropout or s_aux is not None:
+        raise ValueError("The benchmark's varlen attention has no dropout and no attention sinks.")
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     rows, columns = query.shape[0], query.shape[2]
     real = None

@@ -34,12 +34,20 @@ class Variant:
     trainers: tuple[str, ...] = ("sft",)
     images: tuple[bool, ...] = (False,)
 
-    def unavailable(self, on_gpu: bool, graphs: str | None = None) -> str | None:
-        """Return why the variant can't run on this machine or with graphs, or None if it can."""
+    def unavailable(self, on_gpu: bool, graphs: str | None = None, *, flash: bool = True) -> str | None:
+        """Return why the variant can't run, or None if it can.
+
+        Args:
+            on_gpu: whether this machine has a GPU.
+            graphs: whether CUDA graphs are requested.
+            flash: whether transformers has FlashAttention-2 for the model.
+        """
         if self.shared and graphs is not None:
             return "shares prefixes, which --graphs excludes"
         if (self.varlen or self.liger) and not on_gpu:
             return "needs a GPU"
+        if self.varlen and not self.patched and not flash:
+            return "needs FlashAttention-2, which has no attention sinks"
         if self.liger and importlib.util.find_spec("liger_kernel") is None:
             return "liger-kernel is not installed"
         return None

@@ -16,7 +16,7 @@ from fastpack.bench.lengths import make_lengths
 from fastpack.bench.models import dtype_of
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import RunSettings
-from fastpack.bench.shapes import SHAPES, has_images, make_config
+from fastpack.bench.shapes import SHAPES, has_experts, has_images, make_config, takes_flash_attention
 from fastpack.bench.variants import TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
@@ -30,7 +30,17 @@ fewer than two ran."""
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
-    "--mode": {"choices": ("full", "lora", "qlora"), "default": "full"},
+    "--mode": {
+        "choices": ("full", "lora", "qlora"),
+        "default": "full",
+        "help": "with lora and qlora, LoRA of rank 16 is on all linear layers except the head; in shapes with experts "
+        "these are q_proj, k_proj, v_proj and o_proj, since routers and experts are plain parameters",
+    },
+    "--lora-experts": {
+        "action": "store_true",
+        "help": "with --mode lora or qlora: LoRA of rank 16 on the experts too, by PEFT's target_parameters, in every "
+        "variant",
+    },
     "--trainer": {
         "choices": TRAINERS,
         "default": "sft",
@@ -118,7 +128,8 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
 
     Raises:
         UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
-            without checkpointing, graphs or offloading on a CPU, a plain loop for DPO or GRPO, or images for DPO.
+            without checkpointing, ``--lora-experts`` without LoRA or experts, graphs or offloading on a CPU, a plain
+            loop for DPO or GRPO, or images for DPO.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
     sft = args.trainer == "sft"
@@ -135,6 +146,11 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
             "loss' gives the SFTTrainer ours.",
         ),
         (args.trainer_waits and plain, "--trainer-waits is for --loop trl: a plain loop has no trainer."),
+        (
+            args.lora_experts and not has_experts(shape),
+            f"--lora-experts is for shapes with experts, and {shape} has none. Pass another --shape.",
+        ),
+        (args.lora_experts and args.mode == "full", "--lora-experts adds adapters: pass --mode lora too."),
         (
             args.offload and not args.checkpointing,
             "--offload is for checkpointed layers: pass --checkpointing too.",
@@ -192,15 +208,16 @@ def choose_variants(
     on_gpu: bool,
     trainer: str = "sft",
     graphs: str | None = None,
-    images: bool = False,
+    shape: str = "tiny",
 ) -> tuple[list[str], dict[str, str]]:
     """Return the variants to run, and the reasons why this trainer's other variants on the same data are left out.
 
     Raises:
         UsageError: a variant named in ``only`` can't run here.
     """
+    images, flash = has_images(shape), takes_flash_attention(shape)
     ways = {name: each for name, each in VARIANTS.items() if trainer in each.trainers and images in each.images}
-    reasons = {name: variant.unavailable(on_gpu, graphs) for name, variant in ways.items()}
+    reasons = {name: variant.unavailable(on_gpu, graphs, flash=flash) for name, variant in ways.items()}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():
         if name not in ways:
@@ -248,7 +265,7 @@ def _train(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     settings = make_settings(args, on_gpu=on_gpu)
     names, left_out = choose_variants(
-        args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs, images=has_images(settings.shape)
+        args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs, shape=settings.shape
     )
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)

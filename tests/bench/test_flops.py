@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fastpack.bench.flops import needed_flops, tower_flops
-from fastpack.bench.models import with_lora
+from fastpack.bench.models import lora_config, with_lora
 from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import SHAPES, make_config
 from fastpack.model.unwrap import find_parts
@@ -84,6 +84,97 @@ def test_llama8b_is_what_is_known() -> None:
     assert needed_flops(settings) / 3040 == pytest.approx(30.4e9, rel=0.01)
 
 
+EXPERTS, ROUTED, EXPERT_INNER, WINDOW = 6, 2, 12, 2
+MOE_SIZES = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": VOCABULARY,
+    "num_experts_per_tok": ROUTED,
+}
+# q, k, v and o as above, a router, and of each chosen expert gate and up 8 x 12, down 12 x 8
+MOE_WEIGHTS = 192 + HIDDEN * EXPERTS + ROUTED * 3 * HIDDEN * EXPERT_INNER
+ATTENTION_LORA = RANK * (16 + 12 + 12 + 16)
+# gate and up in one: 8 + 24; down 12 + 8
+EXPERT_LORA = ROUTED * RANK * (32 + 20)
+
+
+@pytest.fixture
+def experts(small: RunSettings, monkeypatch: pytest.MonkeyPatch) -> RunSettings:
+    """The same step on a mixture of experts."""
+    sizes = MOE_SIZES | {"moe_intermediate_size": EXPERT_INNER, "num_experts": EXPERTS}
+    monkeypatch.setitem(SHAPES, "tiny-moe", {**SHAPES["tiny-moe"], **sizes})
+    return replace(small, shape="tiny-moe")
+
+
+def test_experts_by_hand(experts: RunSettings) -> None:
+    linear = 2 * TOKENS * MOE_WEIGHTS * LAYERS
+    assert needed_flops(experts) == 3 * (linear + ATTENTION + PREDICTED * HEAD)
+    lora, both = replace(experts, mode="lora"), replace(experts, mode="lora", lora_experts=True)
+    expected = 2 * linear + 3 * 2 * TOKENS * ATTENTION_LORA * LAYERS + 3 * ATTENTION + 2 * PREDICTED * HEAD
+    assert needed_flops(lora) == expected
+    assert needed_flops(both) == expected + 3 * 2 * TOKENS * EXPERT_LORA * LAYERS
+
+
+def test_experts_with_checkpointing_by_hand(experts: RunSettings) -> None:
+    """Again all but the chosen experts' last products, whose results only the layer's output needs."""
+    again = 2 * TOKENS * (MOE_WEIGHTS - ROUTED * EXPERT_INNER * HIDDEN) * LAYERS + ATTENTION
+    lora = again + 2 * TOKENS * ATTENTION_LORA * LAYERS
+    both = lora + 2 * TOKENS * (EXPERT_LORA - ROUTED * RANK * HIDDEN) * LAYERS
+    for settings, expected in (
+        (experts, again),
+        (replace(experts, mode="lora"), lora),
+        (replace(experts, mode="lora", lora_experts=True), both),
+    ):
+        assert needed_flops(replace(settings, checkpointing=True)) - needed_flops(settings) == expected
+
+
+def test_windows_by_hand(small: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other layer sees two tokens."""
+    sizes = MOE_SIZES | {"intermediate_size": EXPERT_INNER, "num_local_experts": EXPERTS, "sliding_window": WINDOW}
+    monkeypatch.setitem(SHAPES, "gpt-oss-20b", {**SHAPES["gpt-oss-20b"], **sizes})
+    pairs = 2 * (5 + 3 + 9) + PAIRS  # layers 0 and 2, and layer 1
+    linear = 2 * TOKENS * MOE_WEIGHTS * LAYERS
+    expected = 3 * (linear + 2 * 2 * pairs * HIDDEN + PREDICTED * HEAD)
+    assert needed_flops(replace(small, shape="gpt-oss-20b")) == expected
+
+
+def test_qwen3_30b_is_what_is_known() -> None:
+    """3.04 billion weights at work for a token: 1.81 of experts, 0.91 of attention, 0.31 of the head."""
+    settings = RunSettings("", shape="qwen3-30b-a3b", lengths="190", steps=1)
+    assert needed_flops(settings) / 3040 == pytest.approx(6 * 3.04e9, rel=0.02)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_experts_against_what_torch_counts(mode: Any, checkpointing: bool, experts: RunSettings) -> None:
+    """Torch counts the products that a stock step runs: ours without attention, the head on every token."""
+    model: Any = AutoModelForCausalLM.from_config(make_config("tiny-moe"), attn_implementation="sdpa").train()
+    model.set_experts_implementation("eager")
+    settings = RunSettings("", shape="tiny-moe", mode=mode, checkpointing=checkpointing, rows=1, steps=1, warmup=0)
+    settings = replace(settings, lengths="24")
+    if mode == "lora":
+        model = with_lora(model, lora_config(settings))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(3, VOCABULARY, (1, 24))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counted = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm")
+    )
+    needed = needed_flops(settings) + HEAD * (3 if mode == "full" else 2)
+    needed -= 2 * 2 * 300 * HIDDEN * LAYERS * (4 if checkpointing else 3)
+    if mode == "lora" and not checkpointing:
+        needed -= 2 * 24 * (HIDDEN * 16 + 3 * RANK * HIDDEN)  # gradients of the first layer's input
+    if checkpointing:
+        needed += 2 * 24 * ROUTED * EXPERT_INNER * HIDDEN * LAYERS  # stock weighs the results, and so needs them
+    assert counted == needed
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +182,7 @@ def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: 
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "num_hidden_layers": 2})
     model: Any = AutoModelForCausalLM.from_config(make_config("tiny"), attn_implementation="sdpa").train()
     if mode == "lora":
-        model = with_lora(model)
+        model = with_lora(model, lora_config(RunSettings("")))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, 2048, (1, 24))
@@ -116,7 +207,7 @@ def test_an_image_tower_against_what_torch_counts(mode: Any) -> None:
     grids = [(4, 6), (2, 4)]
     model: Any = AutoModelForImageTextToText.from_config(make_config("tiny-vl"), attn_implementation="sdpa").train()
     if mode == "lora":
-        model = with_lora(model)
+        model = with_lora(model, lora_config(RunSettings("", shape="tiny-vl")))
     tower = find_parts(model).composite.visual
     pixels = torch.randn(sum(h * w for h, w in grids), 3 * 2 * 16 * 16)
     with FlopCounterMode(display=False) as counter:

@@ -19,6 +19,7 @@ from fastpack.bench.plot import save_plot
 from fastpack.bench.runner import Outcome
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import RunResult, RunSettings
+from fastpack.bench.shapes import auto_class, make_config
 from fastpack.bench.table import print_outcome
 from fastpack.bench.variants import VARIANTS
 from fastpack.cli import bench
@@ -139,6 +140,24 @@ def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         choose_variants(["stock + FA2"], on_gpu=False)
 
 
+def test_flash_attention_is_left_out_for_attention_sinks() -> None:
+    names, left_out = choose_variants(None, on_gpu=True, shape="gpt-oss-20b")
+    assert left_out["stock + FA2"] == "needs FlashAttention-2, which has no attention sinks"
+    assert {"stock padded", "fastpack packed"} < {*names}
+    assert "stock + FA2" in choose_variants(None, on_gpu=True, shape="qwen3-30b-a3b")[0]
+
+
+def test_shapes_with_experts() -> None:
+    settings = make_settings(parse("--shape", "qwen3-30b-a3b", "--mode", "lora", "--lora-experts"), on_gpu=True)
+    assert settings.lora_experts
+    assert "lora-experts True" in replace(outcome([made_up("fastpack", 5)]), settings=settings).title
+    assert make_config("qwen3-30b-a3b-16layers").num_hidden_layers == 16
+    with torch.device("meta"):
+        models = [auto_class(shape).from_config(make_config(shape)) for shape in ("qwen3-30b-a3b", "gpt-oss-20b")]
+    sizes = [sum(p.numel() for p in model.parameters()) / 1e9 for model in models]
+    assert sizes == pytest.approx([30.53, 20.91], abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -159,6 +178,8 @@ def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--offload", "checkpoints"), "--offload is for checkpointed layers"),
         (("--checkpointing", "--offload", "checkpoints"), "--offload needs a GPU"),
         (("--graphs",), "--graphs needs a GPU"),
+        (("--lora-experts", "--mode", "lora"), "--lora-experts is for shapes with experts, and tiny has none"),
+        (("--lora-experts", "--shape", "tiny-moe"), "--lora-experts adds adapters: pass --mode lora too"),
     ],
 )
 def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

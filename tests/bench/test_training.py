@@ -16,7 +16,7 @@ from transformers import TrainerState
 
 from fastpack import cli as commands
 from fastpack.backends import torch_varlen
-from fastpack.bench import loops, models, variant_run
+from fastpack.bench import loops, models, stock_varlen, variant_run
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import COMPARED_STEPS, GENERATIONS, LEARNING_RATE, RunResult, RunSettings
 from fastpack.bench.shapes import SHAPES
@@ -66,6 +66,59 @@ def test_the_same_under_trl(mode: Any) -> None:
     results = train(settings, "stock padded", "stock padding_free", "fastpack packed")
     assert compare(results, half=True).agree
     assert all(len(row.gradient_norms) == 4 for row in results)
+
+
+@pytest.fixture
+def _few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32}
+    monkeypatch.setitem(SHAPES, "tiny-moe", {**SHAPES["tiny-moe"], **sizes})
+    gpt_oss = sizes | {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    del gpt_oss["moe_intermediate_size"]
+    gpt_oss |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9}
+    monkeypatch.setitem(SHAPES, "gpt-oss-20b", {**SHAPES["gpt-oss-20b"], **gpt_oss})
+
+
+@pytest.mark.sample(4)
+@pytest.mark.usefixtures("_few_experts")
+@pytest.mark.parametrize("loop", ["plain", pytest.param("trl", marks=trains_on_cpu)])
+@pytest.mark.parametrize(("mode", "lora_experts"), [("full", False), ("lora", False), ("lora", True), ("qlora", True)])
+@pytest.mark.parametrize("shape", ["tiny-moe", "gpt-oss-20b"])
+def test_experts_train_the_same(shape: str, mode: Any, lora_experts: bool, loop: str) -> None:
+    if mode == "qlora":
+        pytest.importorskip("bitsandbytes")
+    settings = replace(SMALL, shape=shape, mode=mode, lora_experts=lora_experts, loop=loop)
+    results = train(settings, "stock padded", "stock padding_free", "fastpack", "fastpack packed")
+    verdict = compare(results, half=mode == "qlora")
+    assert verdict.agree, str(verdict)
+    assert verdict.norm_steps >= 2
+    assert results[0].backend == ("sdpa" if shape == "tiny-moe" else "eager")
+
+
+@pytest.mark.usefixtures("_few_experts")
+@pytest.mark.parametrize("shape", ["tiny-moe", "gpt-oss-20b"])
+@pytest.mark.parametrize("lora_experts", [False, True])
+def test_where_lora_is(shape: str, lora_experts: bool) -> None:
+    """On attention's projections; on the experts if told to, at the same rank; never on the router or the head."""
+    settings = replace(SMALL, variant="stock padded", shape=shape, mode="lora", lora_experts=lora_experts)
+    model, _ = models.build_model(settings, torch.device("cpu"))
+    adapted = {name: p for name, p in model.named_parameters() if ".lora_A." in name}
+    assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
+    of_experts = [name for name in adapted if ".experts." in name]
+    assert len(of_experts) == (2 * 2 if lora_experts else 0)
+    assert len(adapted) - len(of_experts) == 2 * 4
+    assert all(name.split(".lora_A")[0].endswith(models.ATTENTION) for name in adapted if name not in of_experts)
+    ranks = {len(p) // (8 if name in of_experts else 1) for name, p in adapted.items()}
+    assert ranks == {models.LORA_RANK}
+
+
+@pytest.mark.usefixtures("_few_experts")
+def test_experts_left_without_lora_are_noticed() -> None:
+    """Negative control."""
+    settings = replace(SMALL, shape="tiny-moe", mode="lora", lora_experts=True)
+    results = train(settings, "stock padded") + train(replace(settings, lora_experts=False), "fastpack")
+    verdict = compare(results, half=False)
+    assert not verdict.agree
+    assert verdict.what == "gradients' norm"
 
 
 DPO = replace(SMALL, trainer="dpo", loop="trl", rows=2, lengths="pairs.json")
@@ -249,6 +302,13 @@ def varlen_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
     return calls
+
+
+def test_the_stock_varlen_attention_refuses_what_its_kernel_lacks() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    for wrong in ({"s_aux": torch.zeros(2)}, {"dropout": 0.1}):
+        with pytest.raises(ValueError, match="no dropout and no attention sinks"):
+            stock_varlen.varlen_forward(None, q, q, q, None, **wrong)  # type: ignore[arg-type]
 
 
 def test_the_stock_varlen_attention_is_the_stock_model(varlen_calls: list[tuple[int, bool]]) -> None:

@@ -5,8 +5,8 @@ operations for a multiplication and its addition. Work that checkpointing or att
 again. For each token, the forward of a linear layer costs 2 x inputs x outputs. The gradient of its input costs the
 same, and so does the gradient of its weight if the weight trains. Attention costs 2 (D_k + D_v) for each head and each
 pair of a token and a token that it sees; the backward costs twice as much. LoRA's A and B are linear layers. A token
-counts the experts that it is routed to, and every token counts the head. Modules that embed images or sound are not
-counted.
+counts the experts that it is routed to, with their LoRA, and every token counts the head. Modules that embed images or
+sound are not counted.
 
 Gradients of inputs are counted from the lowest layer on that has trained parameters, and for all of that layer. If no
 embedding trains, this counts a few matmuls too many in that layer.
@@ -116,9 +116,9 @@ def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> 
         weight = getattr(module, "weight", None)
         yield module.in_features * module.out_features, getattr(weight, "requires_grad", False)
     else:
+        experts = _experts_per_token(config)
         for key, parameter in module.named_parameters(recurse=False):
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            experts = next((n for n in (getattr(config, key, None) for key in _ROUTED) if isinstance(n, int)), None)
             if len(shape) == 2 and key == "weight":
                 yield math.prod(shape), parameter.requires_grad
             elif len(shape) == 3 and experts is not None:
@@ -133,16 +133,27 @@ def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> 
 def _lora_weights(module: AdapterLike, config: ConfigLike) -> Iterator[tuple[int, bool]]:
     """Yield the same as :func:`_weights` for LoRA's A and B of the active adapters.
 
+    On a stack of E experts, A is ``[E r, in]`` and B ``[out, r E]``. A token multiplies the parts of those experts that
+    it is routed to.
+
     Raises:
-        UnsupportedModelError: the adapter is not plain LoRA on a linear layer.
+        UnsupportedModelError: the adapter is not plain LoRA on a linear layer, a matrix or a stack of routed experts.
     """
     name, dora = type(module).__name__, getattr(module, "use_dora", {})
-    if not hasattr(module, "lora_A") or name == "ParamWrapper" or module.lora_embedding_A or any(dora.values()):
+    stacked = getattr(module, "num_experts", 1)  # PEFT's wrapper of a parameter; 1 for a matrix
+    routed = _experts_per_token(config) if stacked > 1 else 1
+    if not hasattr(module, "lora_A") or module.lora_embedding_A or any(dora.values()) or routed is None:
         raise UnsupportedModelError(f"there is no formula for PEFT's {type(module).__module__}.{name}.")
     for adapter in module.active_adapters:
         if adapter in module.lora_A and adapter not in module.merged_adapters:
             for part in (module.lora_A, module.lora_B):
-                yield from _weights(part[adapter], config)
+                for size, trains in _weights(part[adapter], config):
+                    yield size * routed // stacked, trains
+
+
+def _experts_per_token(config: ConfigLike) -> int | None:
+    """Return the number of experts that a token is routed to, or None without such experts."""
+    return next((n for n in (getattr(config, key, None) for key in _ROUTED) if isinstance(n, int)), None)
 
 
 def _scores(module: nn.Module, config: ConfigLike) -> int:

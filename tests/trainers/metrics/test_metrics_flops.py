@@ -161,11 +161,45 @@ def test_adapters_in_force_count_alone() -> None:
     assert read_flops(model) != alone
 
 
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def with_lora_on_parameters(model_type: str, targets: list[str], rank: int = 3) -> Any:
+    config = LoraConfig(r=rank, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    return get_peft_model(tiny_model(model_type), config)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("targets", [STACKS, STACKS[:1], STACKS[1:]], ids=["both", "gate and up", "down"])
+def test_lora_on_experts_by_hand(model_type: str, targets: list[str]) -> None:
+    """A token multiplies with A and B of the experts that it is routed to, not of all, in each layer with experts."""
+    rank, config, plain = 3, tiny_config(model_type), tiny_model(model_type).requires_grad_(False)
+    frozen = read_flops(plain).per_token
+    inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    sizes = {STACKS[0]: config.hidden_size + 2 * inner, STACKS[1]: inner + config.hidden_size}
+    layers = sum(name.endswith(STACKS[0]) for name, _ in plain.named_parameters())
+    adapters = layers * config.num_experts_per_tok * rank * sum(sizes[name] for name in targets)
+    model = with_lora_on_parameters(model_type, targets, rank)
+    # frozen products twice, forward and for the gradients of inputs; those of A and B a third time for their own
+    assert read_flops(model).per_token == 2 * frozen + 3 * 2 * adapters
+    assert read_flops(model.requires_grad_(False)).per_token == frozen + 2 * adapters
+    held = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    assert held > adapters, "all experts' A and B are more"
+
+
+def test_lora_on_a_matrix_that_is_a_parameter() -> None:
+    """A router's, of which a token multiplies with all."""
+    config, plain = tiny_config("qwen3_moe"), tiny_model("qwen3_moe").requires_grad_(False)
+    layers = sum(name.endswith("mlp.gate.weight") for name, _ in plain.named_parameters())
+    adapters = layers * 3 * (config.hidden_size + config.num_experts)
+    wrapped = with_lora_on_parameters("qwen3_moe", ["mlp.gate.weight"])
+    assert read_flops(wrapped).per_token == 2 * read_flops(plain).per_token + 3 * 2 * adapters
+
+
 def test_adapters_without_a_formula() -> None:
     for config in (
         LoraConfig(target_modules=["q_proj"], use_dora=True),
         LoraConfig(target_modules=["embed_tokens"]),
-        LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
         IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
     ):
         wrapped: Any = get_peft_model(tiny_model("qwen3_moe"), config)
