@@ -45,7 +45,9 @@ class ExpertOperands:
     gate: Gate
 
 
-def experts_forward(patched: Replacement[ExpertsSpec, Runtime], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def experts_forward(
+    patched: Replacement[ExpertsSpec, Runtime], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Run a block of experts on ``[..., H]``, or the stock forward if its weights can't be read.
 
     Args:
@@ -175,9 +177,7 @@ class ExpertsPlace:
         ours.install()
 
 
-def places_of(
-    backbone: nn.Module, blocks: Container[int]
-) -> Iterator[tuple[nn.Module, str, nn.Module, nn.Module]]:
+def places_of(backbone: nn.Module, blocks: Container[int]) -> Iterator[tuple[nn.Module, str, nn.Module, nn.Module]]:
     """Yield the parent of each of these blocks of experts, the name there, the outermost wrapper, and the block.
 
     Args:

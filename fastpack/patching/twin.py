@@ -198,7 +198,9 @@ class Twin:
                 module.bias.detach().zero_()  # under ZeRO-3, DeepSpeed's matmul rounds before the bias
         proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
-        oracle = Oracle.of_float32(model, distinct_sequences(), lambda: with_eager_experts(copy.deepcopy(model).double()))
+        oracle = Oracle.of_float32(
+            model, distinct_sequences(), lambda: with_eager_experts(copy.deepcopy(model).double())
+        )
         return cls(model, dropping, half, family, known, oracle)
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:

@@ -31,12 +31,13 @@ from fastpack.ops.autograd import differentiable_once, is_last_pass
 from fastpack.ops.expert_operands import Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer, kernel_rejects
+from fastpack.ops.experts.lora_factors import pack_factors
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
 
-RANKS = 16
-"""Kernels pad ranks to a multiple of this with zeros."""
+NARROWEST = 16
+"""The smallest number of columns of a kernel's operand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,14 +165,20 @@ class _Experts(torch.autograd.Function):
         shrunk_down = down.shrink_grad(d, routing)
         a = down.backward(d, shrunk_down, routing)
         of_between, of_weights = gate_backward(
-            a, between, weights, settings.gate, routing, overwrite=is_last_pass()
+            a,
+            between,
+            weights,
+            settings.gate,
+            routing,
+            keep=needs_down[0] or needs_down[2],
+            overwrite=is_last_pass(),
         )
         if needs_weights and down.bias is not None:
             columns = Stack(down.bias[:, None], transposed=True)
             by_bias = grouped_matmul(d, columns, routing, to_slots=True).view(weights.shape)
             of_weights += by_bias.where(routing.index < routing.experts, 0)
         by_row = row_weights(weights, routing).to(settings.dtype) if needs_down[1] or needs_down[3] else None
-        # a is each row's input of down times its weight from here on
+        # if a is needed, it is each row's input of down times its weight from here on
         grads_down = down.gradients(a, d, low_down, shrunk_down, routing, needs_down, weights=by_row)
         del a, d
         shrunk = inner.shrink_grad(of_between, routing)
@@ -192,7 +199,7 @@ class _Layer:
     Attributes:
         stack: the weights.
         bias: ``[E, O]`` or None.
-        a: A as ``[E, r, I]``, or None without an update; kernels pad r with zeros.
+        a: A as ``[E, r, I]``, or None without an update; for kernels, r is padded by zeros.
         b: B as ``[E, O, r]``, or None.
         scale: the scale of the update.
         tensors: weight, bias, A and B as the user has them.
@@ -220,10 +227,8 @@ class _Layer:
         )
         if a is None or b is None:
             return layer
-        pad = -(len(a) // count) % RANKS if settings.implementation == "triton" else 0
-        by_expert = a.view(count, -1, a.shape[1]), b.view(len(b), -1, count).permute(2, 0, 1)
-        padded_a, padded_b = F.pad(by_expert[0].to(dtype), (0, 0, 0, pad)), F.pad(by_expert[1].to(dtype), (0, pad))
-        return replace(layer, a=Stack(padded_a.contiguous(), True), b=Stack(padded_b.contiguous(), True))
+        of_a, of_b = pack_factors(a, b, count, dtype, for_kernels=settings.implementation == "triton")
+        return replace(layer, a=Stack(of_a, transposed=True), b=Stack(of_b, transposed=True))
 
     def shrink(self, x: Tensor, routing: Routing) -> Tensor | None:
         """Return ``scale x A^T``, ``[R, r]``, or None without an update."""
@@ -268,21 +273,25 @@ class _Layer:
         weight, bias, a, b = self.tensors
         gradients: list[Tensor | None] = [None] * 4
         if needs[0]:
-            assert weight is not None and x is not None
+            assert weight is not None
+            assert x is not None
             pair = (grad, x) if self.stack.transposed else (x, grad)
-            gradients[0] = grouped_outer(*pair, routing, weight.dtype)
+            gradients[0] = grouped_outer(*pair, routing, weight.new_empty(weight.shape))
         if needs[1]:
             assert bias is not None
             ones = grad.new_ones(len(grad), 1) if weights is None else weights
-            narrow = F.pad(ones, (0, RANKS - 1)) if routing.for_kernels else ones
-            gradients[1] = grouped_outer(narrow, grad, routing, bias.dtype)[:, 0]
+            gradients[1] = bias.new_empty(bias.shape)
+            grouped_outer(F.pad(ones, (0, NARROWEST - 1)), grad, routing, gradients[1][:, None])
         if needs[2]:
-            assert a is not None and x is not None and shrunk is not None
-            ranks = len(a) // routing.experts
-            gradients[2] = grouped_outer(shrunk, x, routing, a.dtype)[:, :ranks].reshape(a.shape)
+            assert a is not None
+            assert x is not None
+            assert shrunk is not None
+            gradients[2] = a.new_empty(a.shape)
+            grouped_outer(shrunk, x, routing, gradients[2].view(routing.experts, -1, a.shape[1]))
         if needs[3]:
-            assert b is not None and low is not None
-            ranks = b.shape[1] // routing.experts
-            of_b = grouped_outer(low if weights is None else low * weights, grad, routing, b.dtype)
-            gradients[3] = of_b[:, :ranks].permute(2, 1, 0).reshape(b.shape)
+            assert b is not None
+            assert low is not None
+            gradients[3] = b.new_empty(b.shape)
+            by_expert = gradients[3].view(len(b), -1, routing.experts).permute(2, 1, 0)
+            grouped_outer(low if weights is None else low * weights, grad, routing, by_expert)
         return gradients

@@ -31,16 +31,17 @@ def gate_forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
 
 
 def gate_backward(
-    grad: Tensor, inner: Tensor, weights: Tensor, gate: Gate, routing: Routing, *, overwrite: bool
+    grad: Tensor, inner: Tensor, weights: Tensor, gate: Gate, routing: Routing, *, keep: bool, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``inner`` and of the slots' weights, and write ``weight * a`` over ``grad``.
+    """Return the gradients of ``inner`` and of the slots' weights.
 
     Args:
-        grad: ``[R, I]``, the gradient of a for a weight of 1. Afterwards it holds each row's weight times a.
+        grad: ``[R, I]``, the gradient of a for a weight of 1.
         inner: as for :func:`gate_forward`.
         weights: ``[T, K]``, the weights of the slots.
         gate: the gated unit.
         routing: the rows.
+        keep: whether to write each row's ``weight * a`` over ``grad``.
         overwrite: whether the gradient may be written over ``inner``.
 
     Returns:
@@ -50,7 +51,8 @@ def gate_backward(
     if routing.for_kernels:
         from fastpack.ops.kernels import expert_gate as kernels
 
-        return kernels.backward(grad, inner, weights, gate, routing, inner if overwrite else torch.empty_like(inner))
+        out = inner if overwrite else torch.empty_like(inner)
+        return kernels.backward(grad, inner, weights, gate, routing, out, keep)
     wide = torch.promote_types(inner.dtype, torch.float32)
     here = torch.arange(len(grad), device=grad.device)[:, None] < routing.offsets[-1]
     g = grad.to(wide).where(here, 0)
@@ -61,7 +63,8 @@ def gate_backward(
         (of_inner,) = torch.autograd.grad(a, leaf, g * row_weights)
     of_weights = torch.zeros(weights.shape, dtype=wide, device=grad.device)
     of_weights.view(-1)[routing.order] = (g * a.detach()).sum(1)
-    grad.copy_(a.detach() * row_weights)
+    if keep:
+        grad.copy_(a.detach() * row_weights)
     return of_inner.to(inner.dtype), of_weights
 
 

@@ -65,26 +65,26 @@ def grouped_matmul(
     return slots
 
 
-def grouped_outer(x: Tensor, y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor:
     """Sum the outer products of each expert's rows; not differentiable.
 
     Args:
         x: ``[R, M]``.
         y: ``[R, O]`` of x's dtype, finite in all rows, also those of no expert.
         routing: the rows.
-        dtype: the dtype of the result.
+        out: the memory for the result, ``[E, M', O]`` of any dtype and strides, for the first M' columns of x.
 
     Returns:
-        ``[E, M, O]``; zeros for an expert without rows.
+        ``out``; zeros for an expert without rows.
     """
     if routing.for_kernels:
         from fastpack.ops.kernels.grouped_matmul import grouped_outer as kernel
 
-        return kernel(x, y, routing, dtype)
-    out = torch.zeros(routing.experts, x.shape[1], y.shape[1], dtype=dtype, device=x.device)
+        return kernel(x, y, routing, out)
+    out.zero_()
     for expert, (first, end) in enumerate(routing.bounds()):
         if first < end:
-            out[expert] = (x[first:end].t() @ y[first:end]).to(dtype)
+            out[expert] = x[first:end, : out.shape[1]].t() @ y[first:end]
     return out
 
 

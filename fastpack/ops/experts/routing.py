@@ -1,6 +1,7 @@
 """Routing: the rows of all experts, sorted by expert, with shapes that don't depend on the choices.
 
-Slots and rows are defined in :mod:`fastpack.ops.expert_operands`. Nothing waits for the device: the numbers of rows stay there.
+Slots and rows are defined in :mod:`fastpack.ops.expert_operands`. Nothing waits for the device: the numbers of rows
+stay there.
 
 Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H size of a vector.
 """

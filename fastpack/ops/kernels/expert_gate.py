@@ -90,7 +90,7 @@ def _forward_kernel(
 def _backward_kernel(
     grad, inner, of_inner, weights, of_weights, order, offsets, experts, alpha, limit, offset, KIND: tl.constexpr,
     COLUMNS: tl.constexpr, LIMITED: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -118,8 +118,9 @@ def _backward_kernel(
             tl.store(target + at, tl.where(mask, of_gate, 0.0).to(element), mask=exists)
             if COLUMNS == "halves":
                 tl.store(target + WIDTH + at, tl.where(mask, of_up, 0.0).to(element), mask=exists)
-        weighted = tl.where(mask, weight * value * factor, 0.0)
-        tl.store(grad + row * WIDTH + at, weighted.to(grad.dtype.element_ty), mask=exists)
+        if KEEP:
+            weighted = tl.where(mask, weight * value * factor, 0.0)
+            tl.store(grad + row * WIDTH + at, weighted.to(grad.dtype.element_ty), mask=exists)
     tl.store(of_weights + slot, tl.sum(product, 0))
 
 
@@ -152,7 +153,7 @@ def forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
 
 
 def backward(
-    grad: Tensor, inner: Tensor, weights: Tensor, gate: Gate, routing: Routing, of_inner: Tensor
+    grad: Tensor, inner: Tensor, weights: Tensor, gate: Gate, routing: Routing, of_inner: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients as :func:`fastpack.ops.experts.gate.gate_backward` does, the first in ``of_inner``."""
     rows, columns = inner.shape
@@ -164,6 +165,7 @@ def backward(
                 *(grad, inner, of_inner, weights, of_weights, routing.order, routing.offsets, routing.experts),
                 *(gate.alpha, gate.limit, gate.offset),
                 **_settings(gate, columns),
+                KEEP=keep,
                 **early(inner),
             )
     return of_inner, of_weights

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,17 +105,19 @@ def grouped_matmul(
     width = min(WIDEST if x.element_size() == 2 else WIDEST // 2, max(16, triton.next_power_of_2(columns)))
     step = STEP if x.element_size() == 2 else STEP // 2
     rank = 0 if update is None else update[0].shape[1]
-    rank_step = min(step, rank)
-    low, factors = (x, stack) if update is None else update
+    rank_step = min(step, rank) or step
+    low = factors = None
+    if update is not None:
+        low = TensorDescriptor.from_tensor(update[0], [TILE_ROWS, rank_step])
+        factors = _descriptor(update[1], rank_step, width)
     programs = min(processors(x.device), (triton.cdiv(rows, TILE_ROWS) + routing.experts) * triton.cdiv(columns, width))
     with on_device(x):
         _matmul_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [TILE_ROWS, step]), _descriptor(stack, step, width),
-            TensorDescriptor.from_tensor(low, [TILE_ROWS, rank_step or step]),
-            _descriptor(factors, rank_step or step, width),
-            bias, out, routing.order, routing.offsets, routing.tiles, routing.tile_count, inner, columns, rank, scale,
-            TRANSPOSED=stack.transposed, RANKED=update is not None, FACTORS_TRANSPOSED=factors.transposed,
-            TO_SLOTS=to_slots, ROWS=TILE_ROWS, WIDTH=width, STEP=step, RANK_STEP=rank_step or step,
+            low, factors, bias, out, routing.order, routing.offsets, routing.tiles, routing.tile_count,
+            inner, columns, rank, scale, TRANSPOSED=stack.transposed, RANKED=update is not None,
+            FACTORS_TRANSPOSED=update is not None and update[1].transposed,
+            TO_SLOTS=to_slots, ROWS=TILE_ROWS, WIDTH=width, STEP=step, RANK_STEP=rank_step,
             HALVES=width >= WIDEST // 2, PROGRAMS=programs, **_pipeline(width, x), **early(x),
         )  # fmt: skip
     return out
@@ -143,8 +144,9 @@ def _outer_step(x, y, at, end, m, n, sums, ROWS: tl.constexpr, PARTIAL: tl.const
 
 @triton.jit
 def _outer_kernel(
-    x, y, out, offsets, height, width, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
-):
+    x, y, out, of_expert, of_row, of_column, offsets, height, width, M: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     across = tl.cdiv(width, N)
     m, n = tl.program_id(0) // across * M, tl.program_id(0) % across * N
@@ -158,14 +160,13 @@ def _outer_kernel(
     if whole < end:
         sums = _outer_step(x, y, whole, end, m, n, sums, ROWS, True)
     rows, columns = m + tl.arange(0, M), n + tl.arange(0, N)
-    out += expert.to(tl.int64) * height * width + rows[:, None].to(tl.int64) * width + columns[None, :]
+    out += expert.to(tl.int64) * of_expert + rows[:, None].to(tl.int64) * of_row + columns[None, :] * of_column
     tl.store(out, sums.to(out.dtype.element_ty), mask=(rows[:, None] < height) & (columns[None, :] < width))
 
 
-def grouped_outer(x: Tensor, y: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor:
     """Compute :func:`fastpack.ops.experts.grouped_matmul.grouped_outer`."""
-    height, width = x.shape[1], y.shape[1]
-    out = torch.empty(routing.experts, height, width, dtype=dtype, device=x.device)
+    _, height, width = out.shape
     if not len(x):
         return out.zero_()
     m = min(OUTER_M, max(16, triton.next_power_of_2(height)))
@@ -176,6 +177,6 @@ def grouped_outer(x: Tensor, y: Tensor, routing: Routing, dtype: torch.dtype) ->
     with on_device(x):
         _outer_kernel[grid](
             TensorDescriptor.from_tensor(x, [rows, m]), TensorDescriptor.from_tensor(y, [rows, n]),
-            out, routing.offsets, height, width, M=m, N=n, ROWS=rows, **pipeline, **early(x),
+            out, *out.stride(), routing.offsets, height, width, M=m, N=n, ROWS=rows, **pipeline, **early(x),
         )  # fmt: skip
     return out

@@ -17,9 +17,10 @@ from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 TILE_ROWS = 128
 """The rows of a tile of a grouped matmul."""
-SORTED_ENTRIES = 2**15
-"""The entries of a table of slots by experts that a program of the sort holds."""
-SCAN_ENTRIES = 2**14
+ENTRIES = 2**14
+"""The entries of a table by experts that a program of the sort holds at once."""
+CHUNKS = 8
+"""The number of such tables of slots that one program sorts."""
 BLOCK_H = 1024
 """The elements of a vector that a program moves at once."""
 
@@ -31,12 +32,17 @@ def _chosen(index, at, slots, experts):
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _count_kernel(index, counts, slots, experts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _count_kernel(
+    index, counts, slots, experts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     columns = tl.arange(0, COLUMNS)
-    chosen = _chosen(index, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), slots, experts)
-    one_hot = (chosen[:, None] == columns[None, :]).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * COLUMNS + columns, tl.sum(one_hot, 0))
+    total = tl.zeros((COLUMNS,), tl.int32)
+    for chunk in range(CHUNKS):
+        chosen = _chosen(index, (tl.program_id(0) * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK), slots, experts)
+        total += tl.sum((chosen[:, None] == columns[None, :]).to(tl.int32), 0)
+    tl.store(counts + tl.program_id(0) * COLUMNS + columns, total)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -66,19 +72,20 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def _place_kernel(
     index, counts, starts, offsets, tile_starts, order, tiles, slots, blocks, experts, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a block's slots, or the tiles of one expert: the programs after the last block do the latter."""
+    """Write the rows of a block's slots; the programs after the last block write the tiles of one expert each."""
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
     if program < blocks:
         columns = tl.arange(0, COLUMNS)
-        at = program * BLOCK + tl.arange(0, BLOCK)
-        chosen = _chosen(index, at, slots, experts)
-        one_hot = (chosen[:, None] == columns[None, :]).to(tl.int32)
         before = tl.load(counts + program * COLUMNS + columns) + tl.load(starts + columns)
-        row = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + before[None, :]), 1)
-        tl.store(order + row, at, mask=at < slots)
+        for chunk in range(CHUNKS):
+            at = (program * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK)
+            one_hot = (_chosen(index, at, slots, experts)[:, None] == columns[None, :]).to(tl.int32)
+            row = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + before[None, :]), 1)
+            tl.store(order + row, at, mask=at < slots)
+            before += tl.sum(one_hot, 0)
     else:
         expert = program - blocks
         first = tl.load(starts + expert)
@@ -95,8 +102,8 @@ def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return order, offsets, tiles and tile_count of :class:`fastpack.ops.experts.routing.Routing`."""
     slots, device = index.numel(), index.device
     columns = triton.next_power_of_2(experts + 1)
-    block = max(16, min(1024, SORTED_ENTRIES // columns))
-    blocks = triton.cdiv(slots, block)
+    block = max(16, ENTRIES // columns)
+    blocks = triton.cdiv(slots, block * CHUNKS)
 
     def integers(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=device)
@@ -108,14 +115,14 @@ def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shared = {"COLUMNS": columns, "num_warps": 8, **early(index)}
     with on_device(index):
         if blocks:
-            _count_kernel[(blocks,)](index, counts, slots, experts, BLOCK=block, **shared)
-        scanned = max(1, SCAN_ENTRIES // columns)
+            _count_kernel[(blocks,)](index, counts, slots, experts, BLOCK=block, CHUNKS=CHUNKS, **shared)
         _scan_kernel[(1,)](
-            counts, starts, offsets, tile_starts, tile_count, blocks, experts, BLOCK=scanned, ROWS=TILE_ROWS, **shared
+            counts, starts, offsets, tile_starts, tile_count, blocks, experts, BLOCK=block, ROWS=TILE_ROWS, **shared
         )
         _place_kernel[(blocks + experts,)](
             *(index, counts, starts, offsets, tile_starts, order, tiles, slots, blocks, experts),
             BLOCK=block,
+            CHUNKS=CHUNKS,
             ROWS=TILE_ROWS,
             **shared,
         )
