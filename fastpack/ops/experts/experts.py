@@ -14,6 +14,9 @@ never a dense update of a stack, nor a gradient of a frozen one.
 The backward computes the rows of x and the gated unit again. The gradient of a weight w_k is <dy down_e^T, a>, with a
 the input of ``down``, so the K results of a token need not be kept.
 
+A quantised stack is made dense for one matmul at a time, in the forward and again in the backward. So there is at most
+one dense stack, and none is kept.
+
 Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H hidden size, I size inside, r rank.
 """
 
@@ -35,6 +38,7 @@ from fastpack.ops.experts.lora_factors import pack_factors
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
+from fastpack.ops.quantized_stack import StackFormat
 
 NARROWEST = 16
 """The smallest number of columns of a kernel's operand."""
@@ -45,14 +49,21 @@ class ExpertLinear:
     """A linear layer for each expert.
 
     Attributes:
-        weight: ``[E, O, I]``, or ``[E, I, O]`` if the stacks are transposed.
+        weight: ``[E, O, I]``, or ``[E, I, O]`` if the stacks are transposed; packed bytes if there is a ``format``.
         bias: ``[E, O]``, or None.
         lora: the update, with A ``[E r, I]`` and B ``[O, r E]``, or None.
+        format: the format of a quantised stack, or None for a dense one.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     lora: Lora | None = None
+    format: StackFormat | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight, as if it was dense."""
+        return self.weight.shape if self.format is None else self.format.shape
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -70,14 +81,18 @@ class ExpertSettings:
         gate: the gated unit.
         transposed: whether stacks are ``[E, I, O]``.
         scales: the scales of the updates of both layers.
+        formats: the formats of the stacks of both layers, None for a dense one.
         implementation: the implementation of the ops.
+        dequantize: the implementation that makes stacks dense.
     """
 
     dtype: torch.dtype
     gate: Gate
     transposed: bool
     scales: tuple[float, float]
+    formats: tuple[StackFormat | None, StackFormat | None]
     implementation: Implementation
+    dequantize: Implementation
 
 
 def experts(
@@ -102,7 +117,7 @@ def experts(
         down: the last layer.
         gate: the gated unit between them.
         transposed: whether the weights of both layers are ``[E, I, O]``.
-        dtype: the dtype of the matmuls; by default that of the weights.
+        dtype: the dtype of the matmuls; by default that of the weights, or of x if they are quantised.
         implementation: ``auto`` runs the kernels if :func:`fastpack.ops.implementation.use_triton` allows it, and they
             support dtype and sizes. Else each expert's rows are multiplied by torch, and the host waits for their
             numbers.
@@ -119,15 +134,18 @@ def experts(
         >>> experts(x, index, weights, inner, down, Gate("silu")).shape
         torch.Size([5, 8])
     """
-    dtype = inner.weight.dtype if dtype is None else dtype
+    if dtype is None:
+        dtype = inner.weight.dtype if inner.format is None else x.dtype
+    requested = implementation
     scales = tuple(1.0 if layer.lora is None else layer.lora.scale for layer in (inner, down))
     if use_triton(implementation, x):
-        widths = [*inner.weight.shape[1:], *down.weight.shape[1:]]
+        widths = [*inner.shape[1:], *down.shape[1:]]
         served = kernel_serves(implementation, "experts", kernel_rejects(x.to(dtype), widths))
         implementation = "triton" if served else "torch"
     else:
         implementation = "torch"
-    settings = ExpertSettings(dtype, gate, transposed, (scales[0], scales[1]), implementation)
+    formats = inner.format, down.format
+    settings = ExpertSettings(dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested)
     result: Tensor = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
     return result
 
@@ -140,7 +158,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, index: Tensor, weights: Tensor, settings: ExpertSettings, *tensors: Tensor | None
     ) -> Tensor:
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
-        routing = route(index, len(inner.stack.weight), implementation=settings.implementation)
+        routing = route(index, inner.count, implementation=settings.implementation)
         n = gather_rows(x.to(settings.dtype), routing)
         low = inner.shrink(n, routing)
         between = inner.forward(n, low, routing)
@@ -197,38 +215,51 @@ class _Layer:
     """A linear layer of all experts, with its tensors in the dtype of the matmuls.
 
     Attributes:
-        stack: the weights.
+        count: E, the number of experts.
         bias: ``[E, O]`` or None.
         a: A as ``[E, r, I]``, or None without an update; for kernels, r is padded by zeros.
         b: B as ``[E, O, r]``, or None.
         scale: the scale of the update.
+        settings: the settings of the block.
+        format: the format of a quantised stack, or None.
         tensors: weight, bias, A and B as the user has them.
     """
 
-    stack: Stack
+    count: int
     bias: Tensor | None
     a: Stack | None
     b: Stack | None
     scale: float
+    settings: ExpertSettings
+    format: StackFormat | None
     tensors: Sequence[Tensor | None]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], settings: ExpertSettings, which: int) -> _Layer:
         weight, bias, a, b = tensors
         assert weight is not None
-        dtype, count = settings.dtype, len(weight)
-        layer = cls(
-            Stack(weight.to(dtype).contiguous(), not settings.transposed),
-            None if bias is None else bias.to(dtype).contiguous(),
-            None,
-            None,
-            settings.scales[which],
-            tensors,
-        )
+        dtype, stack_format = settings.dtype, settings.formats[which]
+        count = len(weight) if stack_format is None else stack_format.shape[0]
+        of_dtype = None if bias is None else bias.to(dtype).contiguous()
+        layer = cls(count, of_dtype, None, None, settings.scales[which], settings, stack_format, tensors)
         if a is None or b is None:
             return layer
         of_a, of_b = pack_factors(a, b, count, dtype, for_kernels=settings.implementation == "triton")
         return replace(layer, a=Stack(of_a, transposed=True), b=Stack(of_b, transposed=True))
+
+    @property
+    def transposed(self) -> bool:
+        """True if the matrices are stored as ``[O, I]``."""
+        return self.settings.transposed == (self.format is not None and self.format.transposed)
+
+    def stack(self, routing: Routing) -> Stack:
+        """Return the weights, dense and in the dtype of the matmuls; a copy of those that are not."""
+        weight, settings = self.tensors[0], self.settings
+        assert weight is not None
+        if self.format is None:
+            return Stack(weight.to(settings.dtype).contiguous(), self.transposed)
+        dense = self.format.stored(weight, settings.dtype, settings.dequantize, routing.offsets)
+        return Stack(dense, self.transposed)
 
     def shrink(self, x: Tensor, routing: Routing) -> Tensor | None:
         """Return ``scale x A^T``, ``[R, r]``, or None without an update."""
@@ -237,7 +268,7 @@ class _Layer:
     def forward(self, x: Tensor, low: Tensor | None, routing: Routing, *, to_slots: bool = False) -> Tensor:
         """Return the layer's result ``[R, O]`` for rows ``x [R, I]``."""
         update = None if low is None or self.b is None else (low, self.b)
-        return grouped_matmul(x, self.stack, routing, bias=self.bias, update=update, to_slots=to_slots)
+        return grouped_matmul(x, self.stack(routing), routing, bias=self.bias, update=update, to_slots=to_slots)
 
     def shrink_grad(self, grad: Tensor, routing: Routing) -> Tensor | None:
         """Return ``scale grad B``, ``[R, r]``, or None without an update."""
@@ -246,7 +277,7 @@ class _Layer:
     def backward(self, grad: Tensor, low: Tensor | None, routing: Routing, *, to_slots: bool = False) -> Tensor:
         """Return the gradient of the layer's input, ``[R, I]``, from that of its result ``[R, O]``."""
         update = None if low is None or self.a is None else (low, self.a.flipped())
-        return grouped_matmul(grad, self.stack.flipped(), routing, update=update, to_slots=to_slots)
+        return grouped_matmul(grad, self.stack(routing).flipped(), routing, update=update, to_slots=to_slots)
 
     def gradients(
         self,
@@ -275,7 +306,7 @@ class _Layer:
         if needs[0]:
             assert weight is not None
             assert x is not None
-            pair = (grad, x) if self.stack.transposed else (x, grad)
+            pair = (grad, x) if self.transposed else (x, grad)
             gradients[0] = grouped_outer(*pair, routing, weight.new_empty(weight.shape))
         if needs[1]:
             assert bias is not None
