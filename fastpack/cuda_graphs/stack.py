@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpack.utils.hooks import checkpointing, has_hooks, hooks_for_every_module
-from fastpack.utils.modules import decoder_layers
+from fastpack.utils.modules import decoder_layers, share_per_token
 from fastpack.utils.protocols import AdapterLike, ModelLike
 
 _MEMBERS = ("_modules", "_parameters", "_buffers")
@@ -130,14 +130,19 @@ class Stack:
         """Return the floating-point operations of a token's forward and backward in an average layer.
 
         These are two for each weight in the forward, two for the gradient of the input, and two more for the gradient
-        of a weight that is trained (a byte of 4-bit weights holds two weights).
+        of a weight that is trained (a byte of 4-bit weights holds two weights). Of a stack of experts, those count that
+        a token takes.
         """
         return self.total_work() / max(1, getattr(backbone.config, "num_hidden_layers", 1))
 
-    def total_work(self) -> int:
+    def total_work(self) -> float:
         """Return the floating-point operations of a token's forward and backward in all layers."""
+        config = self.backbone.config.get_text_config(decoder=True)
         return sum(
-            (6 if p.requires_grad else 4) * p.numel() * (2 if p.dtype == torch.uint8 else 1)
+            (6 if p.requires_grad else 4)
+            * p.numel()
+            * (2 if p.dtype == torch.uint8 else 1)
+            * share_per_token(p, config)
             for p in self.parameters
             if p.ndim > 1
         )

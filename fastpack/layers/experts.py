@@ -125,12 +125,13 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
         layers.append(ExpertLinear(weight, bias, loras.pop(name, None)))
     if loras:
         return f"LoRA trains its {min(loras)}"
-    return ExpertOperands(*layers, gate)
+    inner, down = layers
+    return ExpertOperands(inner, down, gate)
 
 
 def read_gate(module: Any, spec: ExpertsSpec) -> Gate | str:
     """Return the gated unit of a block of experts, or why no kernel computes it."""
-    activation = F.silu if spec.activation is None else getattr(module, spec.activation)
+    activation: Any = F.silu if spec.activation is None else getattr(module, spec.activation)
     kind: ExpertActivation | None = activation_kind(activation)
     if kind is None and type(activation).__name__ == "ReLUSquaredActivation" and not carries_hooks(activation):
         kind = "relu2"

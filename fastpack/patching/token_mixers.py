@@ -13,6 +13,7 @@ from fastpack.families.spec import TIERS, MixerSpec, Tier
 from fastpack.layers.mixers.forward import mixer_notes, mixer_tier
 from fastpack.layers.read_projection import linear_sizes
 from fastpack.patching.changes import carries_ours, contexts_of
+from fastpack.utils.modules import share_per_token
 from fastpack.utils.protocols import ConfigLike
 
 
@@ -112,21 +113,9 @@ def _multiplications(module: nn.Module, config: ConfigLike) -> float:
     sizes = linear_sizes(module)
     if sizes is not None:
         return float(sizes[0] * sizes[1])  # a 4-bit weight tensor has another size
-    active, experts = _experts(config)
     total = 0.0
     for name, weight in module._parameters.items():
         if weight is None or not ("weight" in name or "proj" in name):
             continue
-        share = active / experts if weight.ndim == 3 and len(weight) == experts else 1
-        total += weight.numel() * share if weight.ndim > 1 else 0
+        total += weight.numel() * share_per_token(weight, config) if weight.ndim > 1 else 0
     return total
-
-
-def _experts(config: ConfigLike) -> tuple[int, int]:
-    """Return the number of experts that each token takes, and the number of all experts; 1 and 0 for a dense model."""
-    active_names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
-    all_names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-    counts = [
-        next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (active_names, all_names)
-    ]
-    return (int(counts[0]), int(counts[1])) if all(isinstance(x, int) and x for x in counts) else (1, 0)

@@ -1,11 +1,11 @@
-"""Find a backbone's decoder layers, and put a model in evaluation mode for a while."""
+"""Find a backbone's decoder layers and its experts, and put a model in evaluation mode for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multimodal")
 """Words in the names of towers: modules that embed something other than text."""
@@ -19,6 +19,22 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     modules = _inside(backbone)
     modules += [inner for child in modules if not isinstance(child, nn.ModuleList) for inner in _inside(child)]
     return list(max((module for module in modules if isinstance(module, nn.ModuleList)), key=len, default=()))
+
+
+ROUTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token", "top_k_experts")
+"""The names of the config's setting that says how many experts a token takes."""
+
+
+def experts_per_token(config: object) -> int | None:
+    """Return the number of experts that each token takes, or None for a dense model."""
+    counts = (getattr(config, name, None) for name in ROUTED)
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
+def share_per_token(weight: Tensor, config: object) -> float:
+    """Return the share of a weight that a token multiplies: of a stack, the experts that it takes; else 1."""
+    taken = experts_per_token(config) if weight.ndim == 3 else None
+    return 1.0 if taken is None else min(1.0, taken / len(weight))
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

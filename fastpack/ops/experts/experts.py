@@ -311,18 +311,18 @@ class _Layer:
         if needs[1]:
             assert bias is not None
             ones = grad.new_ones(len(grad), 1) if weights is None else weights
-            gradients[1] = bias.new_empty(bias.shape)
-            grouped_outer(F.pad(ones, (0, NARROWEST - 1)), grad, routing, gradients[1][:, None])
+            gradients[1] = out = bias.new_empty(bias.shape)
+            grouped_outer(F.pad(ones, (0, NARROWEST - 1)), grad, routing, out[:, None])
         if needs[2]:
             assert a is not None
             assert x is not None
             assert shrunk is not None
-            gradients[2] = a.new_empty(a.shape)
-            grouped_outer(shrunk, x, routing, gradients[2].view(routing.experts, -1, a.shape[1]))
+            gradients[2] = out = a.new_empty(a.shape)
+            grouped_outer(shrunk, x, routing, out.view(routing.experts, -1, a.shape[1]))
         if needs[3]:
             assert b is not None
             assert low is not None
-            gradients[3] = b.new_empty(b.shape)
-            by_expert = gradients[3].view(len(b), -1, routing.experts).permute(2, 1, 0)
+            gradients[3] = out = b.new_empty(b.shape)
+            by_expert = out.view(len(b), -1, routing.experts).permute(2, 1, 0)
             grouped_outer(low if weights is None else low * weights, grad, routing, by_expert)
         return gradients

@@ -29,13 +29,13 @@ def _pack_kernel(
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
     if program < rows:
-        expert, which = program // RANK, program % RANK
-        a += (expert * rank + which).to(tl.int64) * inner
-        of_a += program.to(tl.int64) * inner
-        filled = tl.where(which < rank, inner, 0)
+        source = a + (program // RANK * rank + program % RANK).to(tl.int64) * inner
+        target = of_a + program.to(tl.int64) * inner
+        filled = tl.where(program % RANK < rank, inner, 0)
         for start in range(0, inner, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            tl.store(of_a + at, tl.load(a + at, mask=at < filled, other=0.0).to(of_a.dtype.element_ty), mask=at < inner)
+            value = tl.load(source + at, mask=at < filled, other=0.0)
+            tl.store(target + at, value.to(of_a.dtype.element_ty), mask=at < inner)
     else:
         place = program - rows
         column = place // across * COLUMNS + tl.arange(0, COLUMNS)[:, None, None]
