@@ -13,6 +13,7 @@ from torch import Tensor
 from fastpack.ops.expert_operands import Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer
+from fastpack.ops.experts.lora_factors import pack_factors, padded_rank
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 
 pytest.importorskip("triton")
@@ -152,14 +153,42 @@ def test_outer_products_of_each_expert_s_rows(
     routing = route(index, 5, implementation=implementation)
     x, y = torch.randn(tokens, height, device=device), torch.randn(tokens, width, device=device)
     x[int(routing.offsets[-1]) :] = float("nan")
-    for dtype in (torch.float32, torch.float64) if implementation == "torch" else (torch.float32,):
-        out = grouped_outer(x, y, routing, dtype)
-        assert out.dtype == dtype
-        truth = torch.stack(
-            [x[of_expert(routing, e)].double().t() @ y[of_expert(routing, e)].double() for e in range(5)]
-        )
+    rows = [of_expert(routing, e) for e in range(5)]
+    truth = torch.stack([x[each].double().t() @ y[each].double() for each in rows])
+    wide = torch.full((height, 5, 2 * width), 7.0, device=device)
+    views = {"new": torch.empty(5, height, width, device=device), "strided": wide[..., ::2].transpose(0, 1)}
+    views["fewer columns of x"] = torch.empty(5, height - 3, width, device=device)
+    views["strided, of another dtype"] = torch.full((width, height, 5), 7.0, device=device).half().permute(2, 1, 0)
+    for name, out in views.items():
+        result = grouped_outer(x, y, routing, out)
+        assert result.data_ptr() == out.data_ptr()
         assert not out[2].any()
-        assert relative(out, truth) <= FLOAT32
+        bound = FLOAT32 if out.dtype == torch.float32 else 1e-3
+        assert relative(out, truth[:, : out.shape[1]]) <= bound, name
+    assert (wide[..., 1::2] == 7).all(), "nothing is written between"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize(
+    ("experts", "rank", "height", "width"), [(5, 3, 12, 20), (1, 16, 4, 8), (7, 33, 40, 4), (2, 70, 8, 8)]
+)
+def test_factors_are_packed(experts: int, rank: int, height: int, width: int, implementation: Any, device: str) -> None:
+    """In PEFT's A experts are one after the other; in B the expert is the fastest index."""
+    torch.manual_seed(0)
+    a, b = torch.randn(experts * rank, height, device=device), torch.randn(width, rank * experts, device=device)
+    right_a = a.view(experts, rank, height)
+    right_b = torch.stack([b[:, expert::experts] for expert in range(experts)])
+    for given_a, given_b in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+        for_kernels = implementation == "triton"
+        of_a, of_b = pack_factors(given_a, given_b, experts, torch.float16, for_kernels=for_kernels)
+        assert of_a.is_contiguous()
+        assert of_b.is_contiguous()
+        assert torch.equal(of_a[:, :rank], right_a.half())
+        assert torch.equal(of_b[..., :rank], right_b.half())
+        assert not of_a[:, rank:].any()
+        assert not of_b[..., rank:].any()
+        assert of_a.shape[1] == of_b.shape[2] == (padded_rank(rank) if for_kernels else rank)
 
 
 # --- gated units ------------------------------------------------------------------------------------------------------
@@ -194,14 +223,15 @@ def test_gated_units(gate: str, width: int, implementation: Any, device: str) ->
 
     a = gate_forward(inner, kind, routing)
     assert relative(a[:real], truth) <= FLOAT32
-    for overwrite in (False, True):
+    for overwrite, keep in ((False, True), (True, False), (True, True)):
         given, result = inner.clone(), grad.clone()
-        ours, ours_of_weights = gate_backward(result, given, weights, kind, routing, overwrite=overwrite)
+        ours, ours_of_weights = gate_backward(result, given, weights, kind, routing, keep=keep, overwrite=overwrite)
         assert relative(ours[:real], of_inner) <= FLOAT32
         assert not ours[real:].any()
         assert relative(ours_of_weights.flatten(), of_weights) <= FLOAT32
-        assert relative(result[:real], truth * by_row) <= FLOAT32, "each row's weight times a"
-        assert not result[real:].any()
+        if keep:
+            assert relative(result[:real], truth * by_row) <= FLOAT32, "each row's weight times a"
+            assert not result[real:].any()
         if not overwrite:
             assert torch.equal(given[:real], inner[:real])
 
