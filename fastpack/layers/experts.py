@@ -109,6 +109,9 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
         module = wrapper.base_layer
     if module is not outermost and carries_hooks(module):
         return "it carries hooks, or a forward of its own (offloading does this)"
+    chosen = chosen_by_name(getattr(module, "config", None))
+    if chosen is not None:
+        return f"experts_implementation={chosen!r} was chosen by name"
     gate = read_gate(module, spec)
     if isinstance(gate, str):
         return gate
