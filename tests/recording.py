@@ -56,7 +56,7 @@ class FakeRecorder:
 
     def __init__(self) -> None:
         self.statics: list[Tensor] = []
-        self.saved: tuple[Any, Tensor] | None = None
+        self.saved: tuple[Any, list[Tensor]] | None = None
         self.problem: BaseException | None = None
         self.where: str | None = None
         self.passing = ""
@@ -76,28 +76,29 @@ class FakeRecorder:
         if self.problem is not None:
             raise self.problem
         self.passing, self.cuts = "forward", []
-        output = forward()
-        static = output.detach().clone()
+        outputs = forward()
+        statics = [output.detach().clone() for output in outputs]
         self.passing = "backward"
-        gradients = [None if g is None else g.clone() for g in backward(output)]
+        gradients = [None if g is None else g.clone() for g in backward(outputs)]
         self.passing = ""
-        self.statics += [static, *(g for g in gradients if g is not None)]
+        self.statics += [*statics, *(g for g in gradients if g is not None)]
 
         def replay_forward() -> None:
             self._spoil()
             with torch.enable_grad():
-                output = forward()
-            self.saved = (tape, output)
-            static.copy_(output.detach())
+                outputs = forward()
+            self.saved = (tape, outputs)
+            for static, output in zip(statics, outputs, strict=True):
+                static.copy_(output.detach())
 
         def replay_backward() -> None:
             assert self.saved is not None, "a backward without its forward"
-            (owner, output), self.saved = self.saved, None
+            (owner, outputs), self.saved = self.saved, None
             assert owner is tape, "another replay overwrote what this one saved"
             self._spoil()
             try:
                 with torch.enable_grad():
-                    results = backward(output)
+                    results = backward(outputs)
             except RuntimeError as error:
                 if "modified by an inplace operation" not in str(error):
                     raise
@@ -106,7 +107,7 @@ class FakeRecorder:
                 if into is not None:
                     into.copy_(gradient)
 
-        tape = CapturedPass(static, gradients, replay_forward, replay_backward)
+        tape = CapturedPass(statics, gradients, replay_forward, replay_backward)
         return tape
 
     def _spoil(self) -> None:

@@ -40,8 +40,8 @@ class GraphPoolError(CaptureRefusedError):
     """The pass keeps tensors in memory that replays overwrite, so no recording may be replayed again."""
 
 
-Forward = Callable[[], Tensor]
-Backward = Callable[[Tensor], Sequence[Tensor | None]]
+Forward = Callable[[], list[Tensor]]
+Backward = Callable[[list[Tensor]], Sequence[Tensor | None]]
 
 
 @dataclass(eq=False)
@@ -49,14 +49,14 @@ class CapturedPass:
     """A recorded forward and backward pass.
 
     Attributes:
-        output: the forward's output, valid from ``replay_forward`` until anything else is replayed.
+        outputs: the forward's outputs, valid from ``replay_forward`` until anything else is replayed.
         gradients: the backward's results, valid from ``replay_backward`` until anything else is replayed.
         replay_forward: runs the forward again on the current contents of its inputs.
         replay_backward: runs the backward of the last ``replay_forward``. It may run once only, since it overwrites
             what that forward saved.
     """
 
-    output: Tensor
+    outputs: list[Tensor]
     gradients: list[Tensor | None]
     replay_forward: Callable[[], None]
     replay_backward: Callable[[], None]
@@ -73,8 +73,8 @@ class Recorder(Protocol):
 
         Args:
             device: the device of the inputs.
-            forward: returns the output, with its autograd graph.
-            backward: takes the output and returns the gradients.
+            forward: returns the outputs, with their autograd graph.
+            backward: takes the outputs and returns the gradients.
 
         Raises:
             CaptureRefusedError: the pass does something that can't be recorded, such as waiting for the device.
@@ -217,13 +217,13 @@ class CudaRecorder:
         if pool is None:
             _empty_cache()
             pool = torch.cuda.graph_pool_handle()
-        captured_forward, output = self._capture(forward, stream, pool)
-        captured_backward, gradients = self._capture(lambda: backward(output), stream, pool)
+        captured_forward, outputs = self._capture(forward, stream, pool)
+        captured_backward, gradients = self._capture(lambda: backward(outputs), stream, pool)
         self._first, self._pool = False, pool
         self._graphs.update([*captured_forward, *captured_backward])
-        device = output.device
+        device = outputs[0].device
         return CapturedPass(
-            _alias(output.detach()),
+            [_alias(output.detach()) for output in outputs],
             [None if g is None else _alias(g) for g in gradients],
             lambda: self._replay(captured_forward, device),
             lambda: self._replay(captured_backward, device),

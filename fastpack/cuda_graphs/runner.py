@@ -15,7 +15,7 @@ from torch import Tensor
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
 from fastpack.cuda_graphs.recordings import GraphSettings, Recordings, StackState
 from fastpack.cuda_graphs.stack import Stack
-from fastpack.cuda_graphs.step import PendingBackward, RecordedStep, Request
+from fastpack.cuda_graphs.step import ROUTER_LOGITS, PendingBackward, RecordedStep, Request
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
@@ -263,13 +263,14 @@ def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str 
     positions = arguments.get("position_ids")
     if positions is not None and positions.ndim == 3:
         return "position_ids of several axes came with the batch"
-    for name in ("output_hidden_states", "output_router_logits"):
-        if arguments.get(name) is None and getattr(backbone.config, name, False):
-            return f"the config sets {name}"
+    if arguments.get("output_hidden_states") is None and getattr(backbone.config, "output_hidden_states", False):
+        return "the config sets output_hidden_states"
     if arguments["packed_seq_lens"].two_way is not None:
         return "the batch has image blocks"
     for name, value in arguments.items():
         if name in _SET_BY_PATCH or name in _FOR_THE_LOSS or value is None or value is False:
+            continue
+        if name == f"output_{ROUTER_LOGITS}":
             continue
         if name.startswith("output_") or not isinstance(value, (int, float, str)):
             return f"{name} came with the batch"

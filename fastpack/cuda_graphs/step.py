@@ -1,6 +1,8 @@
 """One recorded step: static inputs, the recording over them, and the autograd Function that replays it.
 
-Shape suffixes: T real tokens, Tb tokens of the bucket, N sequences of the bucket, H hidden size.
+The outputs of a step are the hidden states and, if they were requested, the routers' logits.
+
+Shape suffixes: T real tokens, Tb tokens of the bucket, N sequences of the bucket, H hidden size, R routers, E experts.
 """
 
 from __future__ import annotations
@@ -67,15 +69,15 @@ class StaticBuffers:
     _buffers: dict[Any, Tensor] = field(default_factory=dict)
 
     def take(self, like: Tensor, tokens: int) -> Tensor:
-        """Return ``[1, tokens, H]`` of the dtype and device of ``like`` ``[1, T, H]``.
+        """Return ``[A, tokens, H]`` of the dtype and device of ``like`` ``[A, T, H]``.
 
         Memory that was handed out is never freed.
         """
-        key = (like.dtype, like.device, like.shape[-1])
+        key = (like.dtype, like.device, like.shape[0], like.shape[2])
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[1] < tokens:
             buffer = self._buffers[key] = torch.zeros(
-                1, tokens, like.shape[-1], dtype=like.dtype, device=like.device
+                like.shape[0], tokens, like.shape[2], dtype=like.dtype, device=like.device
             )  # earlier recordings keep a smaller buffer
         return buffer[:, :tokens]
 
@@ -146,7 +148,7 @@ class RecordedStep:
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
         aliases = stack.aliases()
 
-        def forward() -> Tensor:
+        def forward() -> list[Tensor]:
             # New lengths for each pass, since values derived from them belong to one pass. A copy of the input, since
             # some families scale it in place, and the gradient uses its memory.
             packed = StaticSeqLens(
@@ -161,11 +163,11 @@ class RecordedStep:
             with stack.recordable(aliases), _uncached_autocast(device), pieces:
                 outputs = request.run(leaf.clone(), packed)
             self.output_type = type(outputs)
-            return only_hidden_states(outputs)
+            return recorded_outputs(outputs)
 
-        def backward(output: Tensor) -> Sequence[Tensor | None]:
+        def backward(outputs: list[Tensor]) -> Sequence[Tensor | None]:
             with stack.recordable(aliases), _no_autocast(device):  # checkpointing runs modules again
-                return torch.autograd.grad(output, inputs, self._grad)
+                return torch.autograd.grad(outputs, inputs, self._grads)
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if template is None:
@@ -173,7 +175,7 @@ class RecordedStep:
                 # matmuls or not.
                 self._embeddings.zero_()
                 with stack.recordable(aliases):
-                    has_gradient, hidden, self._pads_with_zeros = _find_gradients(
+                    has_gradient, outputs, self._pads_with_zeros = _find_gradients(
                         forward, leaf, aliases, may_draw=not stack.checkpoints
                     )
                 self.parameters = [p for p, alias in aliases.items() if has_gradient[alias]]
@@ -181,10 +183,10 @@ class RecordedStep:
             else:
                 self.parameters, self._has_input_gradient = template.parameters, template._has_input_gradient
                 self._pads_with_zeros = template._pads_with_zeros
-                hidden = template._captured.output
+                outputs = template._captured.outputs
             self._write_inputs(like, request.packed)
-            self._grad: Tensor = buffers.take(hidden, bucket.tokens)
-            del hidden
+            self._grads = [buffers.take(output, bucket.tokens) for output in outputs]
+            del outputs
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
             inputs += [aliases[p] for p in self.parameters]
             self._captured: CapturedPass = recorder.record(device, forward, backward)
@@ -206,20 +208,22 @@ class RecordedStep:
 
     def replay(self, request: Request, pending: PendingBackward) -> Any:
         """Return the backbone's outputs for a batch, with an autograd graph that replays the backward."""
-        hidden: Tensor = _Replay.apply(self, request.packed, pending, request.embeddings, *self.parameters)
-        return self.output_type(last_hidden_state=hidden)
+        hidden, *logits = _Replay.apply(self, request.packed, pending, request.embeddings, *self.parameters)
+        routed = {ROUTER_LOGITS: each.unbind(0) for each in logits}
+        return self.output_type(last_hidden_state=hidden, **routed)
 
-    def run_forward(self, embeddings: Tensor, packed: PackedSeqLens) -> Tensor:
-        """Replay the forward and return a copy of its output ``[1, T, H]``."""
+    def run_forward(self, embeddings: Tensor, packed: PackedSeqLens) -> tuple[Tensor, ...]:
+        """Replay the forward and return copies of its outputs, ``[1, T, H]`` and perhaps ``[R, T, E]``."""
         self._write_inputs(embeddings, packed)
         self._captured.replay_forward()
-        return self._captured.output[:, : packed.total_tokens].clone()
+        return tuple(output[:, : packed.total_tokens].clone() for output in self._captured.outputs)
 
-    def start_backward(self, grad_1TH: Tensor) -> None:
-        """Replay the backward of the last :meth:`run_forward`, from the gradient of its output ``[1, T, H]``."""
-        tokens = grad_1TH.shape[1]
-        self._grad[:, :tokens].copy_(grad_1TH)
-        self._grad[:, tokens:].zero_()
+    def start_backward(self, grads: Sequence[Tensor]) -> None:
+        """Replay the backward of the last :meth:`run_forward`, from the gradients of its outputs."""
+        for static, grad in zip(self._grads, grads, strict=True):
+            tokens = grad.shape[1]
+            static[:, :tokens].copy_(grad)
+            static[:, tokens:].zero_()
         self._captured.replay_backward()
 
     def take_gradients(self, tokens: int) -> list[Tensor | None]:
@@ -248,15 +252,15 @@ class _Replay(torch.autograd.Function):
         pending: PendingBackward,
         embeddings: Tensor,
         *parameters: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Replay the forward."""
-        out = step.run_forward(embeddings, packed)
+        outputs = step.run_forward(embeddings, packed)
         ctx.step, ctx.pending, ctx.versions = step, pending, _versions(parameters)  # while the device works
-        return out
+        return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Replay the backward and return the gradients."""
         if ctx.pending.done:
             raise PatchError(
@@ -265,13 +269,13 @@ class _Replay(torch.autograd.Function):
             )
         ctx.pending.done = True
         step, ctx.step = ctx.step, None  # a loss that is still referenced does not hold the recording
-        step.start_backward(grad)
+        step.start_backward(grads)
         if _versions(step.parameters) != ctx.versions:  # compared while the device works
             raise PatchError(
                 "a parameter was changed in place between a forward that was replayed from a CUDA graph and its "
                 "backward, which would read the new values. Step the optimizer after the backward."
             )
-        return (None, None, None, *step.take_gradients(grad.shape[1]))
+        return (None, None, None, *step.take_gradients(grads[0].shape[1]))
 
 
 @contextmanager
@@ -284,8 +288,8 @@ def _host_lengths_refused() -> Iterator[None]:
 
 
 def _find_gradients(
-    forward: Callable[[], Tensor], leaf: Tensor, aliases: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
-) -> tuple[dict[Tensor, bool], Tensor, bool]:
+    forward: Callable[[], list[Tensor]], leaf: Tensor, aliases: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
+) -> tuple[dict[Tensor, bool], list[Tensor], bool]:
     """Run one eager pass and find which tensors have gradients.
 
     Args:
@@ -295,7 +299,7 @@ def _find_gradients(
         may_draw: whether the pass may draw random numbers on its device, which a replay draws anew.
 
     Returns:
-        Whether the leaf and each alias has a gradient; the output; and whether the output and all gradients are finite.
+        Whether the leaf and each alias has a gradient; the outputs; and whether these and all gradients are finite.
 
     Raises:
         CaptureRefusedError: the pass draws random numbers when it may not; it reads a parameter that no module of the
@@ -303,29 +307,30 @@ def _find_gradients(
     """
     candidates = [t for t in (leaf, *aliases.values()) if t.requires_grad]
     before = _random_states(leaf.device)
-    output = forward()
-    leaves = _leaf_ids(output)
+    outputs = forward()
+    leaves = _leaf_ids(outputs)
     if not leaves <= {id(t) for t in candidates}:
         raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
     if not leaves:
         raise CaptureRefusedError("nothing in the stack has a gradient")
     with _no_autocast(leaf.device):
-        gradients = torch.autograd.grad(output, candidates, torch.zeros_like(output), allow_unused=True)
+        zeros = [torch.zeros_like(output) for output in outputs]
+        gradients = torch.autograd.grad(outputs, candidates, zeros, allow_unused=True)
     drew = [not torch.equal(a, b) for a, b in zip(before, _random_states(leaf.device), strict=True)]
     if drew[0] and not may_draw:
         raise CaptureRefusedError("it draws random numbers (dropout) under gradient checkpointing")
     if any(drew[1:]):
         raise CaptureRefusedError("it draws random numbers on the host")
     has_gradient = {leaf: False, **{t: gradient is not None for t, gradient in zip(candidates, gradients, strict=True)}}
-    finite = all(bool(t.isfinite().all()) for t in (output, *gradients) if t is not None)
-    return has_gradient, output.detach(), finite
+    finite = all(bool(t.isfinite().all()) for t in (*outputs, *gradients) if t is not None)
+    return has_gradient, [output.detach() for output in outputs], finite
 
 
-def _leaf_ids(output: Tensor) -> set[int]:
-    """Return the ids of the tensors at which the autograd graph of ``output`` ends."""
+def _leaf_ids(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the ids of the tensors at which the autograd graph of ``outputs`` ends."""
     ids: set[int] = set()
     visited: set[Any] = set()
-    stack: list[Any] = [output.grad_fn]
+    stack: list[Any] = [output.grad_fn for output in outputs]
     while stack:
         node = stack.pop()
         if node is None or node in visited:
@@ -345,16 +350,31 @@ def _versions(parameters: Sequence[Tensor]) -> int:
 _version = attrgetter("_version")
 
 
-def only_hidden_states(outputs: Any) -> Tensor:
-    """Return ``last_hidden_state``, if a backbone returned nothing else.
+ROUTER_LOGITS = "router_logits"
+"""The name of the routers' logits in a backbone's outputs."""
+
+
+def recorded_outputs(outputs: Any) -> list[Tensor]:
+    """Return the hidden states ``[1, Tb, H]`` and, if a backbone returned them, the routers' logits ``[R, Tb, E]``.
 
     Raises:
-        CaptureRefusedError: the backbone returned something else too.
+        CaptureRefusedError: the backbone returned something else too, or logits that can't be stacked or have no
+            gradient.
     """
-    extras = [name for name, value in outputs.items() if value is not None and name != "last_hidden_state"]
+    hidden = outputs.last_hidden_state
+    recorded = ("last_hidden_state", ROUTER_LOGITS)
+    extras = [name for name, value in outputs.items() if value is not None and name not in recorded]
     if extras:
         raise CaptureRefusedError(f"it also returns {', '.join(extras)}")
-    return outputs.last_hidden_state
+    logits = getattr(outputs, ROUTER_LOGITS, None)
+    if logits is None:
+        return [hidden]
+    if len({each.shape for each in logits}) != 1 or logits[0].ndim != 2 or len(logits[0]) != hidden.shape[1]:
+        raise CaptureRefusedError(f"its routers' logits have shapes {[tuple(each.shape) for each in logits]}")
+    stacked = torch.stack(logits)
+    if not stacked.requires_grad:
+        raise CaptureRefusedError("its routers' logits have no gradient")
+    return [hidden, stacked]
 
 
 def _uncached_autocast(device: torch.device) -> torch.autocast:

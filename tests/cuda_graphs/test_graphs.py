@@ -90,7 +90,7 @@ def test_one_memory_for_embeddings_and_gradient() -> None:
     model = graphed(tiny_model("llama"))
     step(model)
     (recorded,) = runner(model)._recordings.steps.values()
-    assert recorded._grad.data_ptr() == recorded._embeddings.data_ptr()
+    assert recorded._grads[0].data_ptr() == recorded._embeddings.data_ptr()
 
 
 def test_a_bucket_is_recorded_once() -> None:
@@ -409,3 +409,25 @@ def test_the_report_says_so() -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     line = runner(model).describe(torch.device("cpu"))
     assert line == "graphs: on; 1 recorded, 3 steps replayed; 1 run eagerly: gradients are disabled"
+
+
+@pytest.mark.parametrize("by", ["config", "argument"])
+def test_router_logits_are_recorded(by: str) -> None:
+    """The load-balancing loss and its gradient are the same, and nothing runs eagerly."""
+    routed = {"output_router_logits": True}
+    models = [tiny_model("mixtral", **(routed if by == "config" else {})) for _ in range(2)]
+    plain, model = fastpack.patch(models[0]), graphed(models[1])
+    keywords = routed if by == "argument" else {}
+    for lengths in (SMALL, LARGE, SMALL):
+        results: list[Any] = []
+        for each in (plain, model):
+            each.zero_grad()
+            ids = torch.cat(make_sequences(VOCAB, lengths))[None]
+            outputs = each(input_ids=ids, labels=ids, packed_seq_lens=list(lengths), **keywords)
+            (outputs.loss + outputs.router_logits[1].square().mean()).backward()
+            gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+            results.append((outputs.loss, outputs.aux_loss, *outputs.router_logits, *gradients.values()))
+        assert all(relative(ours, want) <= FLOAT32_BOUND for ours, want in zip(*results, strict=True))
+        assert len({tuple(value.shape) for value in outputs.router_logits}) == 1
+    assert not runner(model).stats.eager
+    assert runner(model).stats.replays == 3

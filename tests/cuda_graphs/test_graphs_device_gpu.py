@@ -69,7 +69,7 @@ def test_a_stream_that_works_across_a_cut_is_refused() -> None:
     x, aside = torch.ones(8, device=device, requires_grad=True), torch.cuda.Stream(device)
     recorder = CudaRecorder()
 
-    def forward(*, joins: bool) -> Tensor:
+    def forward(*, joins: bool) -> list[Tensor]:
         y = x * 2
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -79,10 +79,10 @@ def test_a_stream_that_works_across_a_cut_is_refused() -> None:
         recorder.cut()
         if not joins:
             torch.cuda.current_stream().wait_stream(aside)
-        return y * z
+        return [y * z]
 
-    def backward(out: Tensor) -> Sequence[Tensor | None]:
-        return torch.autograd.grad(out, [x], torch.ones_like(out))
+    def backward(outputs: list[Tensor]) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(outputs, [x], [torch.ones_like(outputs[0])])
 
     with pytest.raises(CaptureRefusedError):
         recorder.record(device, lambda: forward(joins=False), backward)
@@ -91,7 +91,7 @@ def test_a_stream_that_works_across_a_cut_is_refused() -> None:
         x.fill_(3)
     tape.replay_forward()
     tape.replay_backward()
-    assert tape.output.tolist() == [42.0] * 8
+    assert tape.outputs[0].tolist() == [42.0] * 8
     assert tape.gradients[0] is not None
     assert tape.gradients[0].tolist() == [26.0] * 8
 

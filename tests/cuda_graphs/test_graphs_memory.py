@@ -44,7 +44,7 @@ class Tight(FakeRecorder):
             gc.collect()
             self.alive.append(self.watched() is not None)
         tape = super().record(device, forward, backward)
-        tokens = tape.output.shape[1]
+        tokens = tape.outputs[0].shape[1]
         if self.held + tokens > self.tokens:
             self.refused += 1
             raise NoMemoryError("no")

@@ -397,9 +397,3 @@ def test_a_parameter_that_is_read_behind_the_modules_is_refused(whose: str) -> N
         results.append(weight.grad)
     assert relative(results[1], results[0]) <= FLOAT32_BOUND
     assert reason(models[1]) == "a module reads a parameter that no module of the stack has among its own"
-
-
-def test_experts_give_more_than_hidden_states_when_asked() -> None:
-    model = graphed(tiny_model("mixtral", output_router_logits=True))
-    step(model)
-    assert reason(model) == "output_router_logits came with the batch"

@@ -233,7 +233,7 @@ class AddressOnlyRecorder(FakeRecorder):
     def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         tape = super().record(device, forward, backward)
         gradients = [None if g is None else torch.zeros_like(g) for g in tape.gradients]
-        return CapturedPass(tape.output, gradients, lambda: None, lambda: None)
+        return CapturedPass(tape.outputs, gradients, lambda: None, lambda: None)
 
 
 @pytest.mark.sample(1)

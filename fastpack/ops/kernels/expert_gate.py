@@ -47,12 +47,12 @@ def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.con
     passes = tl.full(gate.shape, 1.0, tl.float32)
     if LIMITED:
         slope_of_up = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))  # NaN stays, as with torch's clamp
         if not AFTER:
             passes = tl.where(gate <= limit, 1.0, 0.0)
-            gate = tl.minimum(gate, limit)
+            gate = tl.where(gate > limit, limit, gate)
     if KIND == "relu2":
-        positive = tl.maximum(gate, 0.0)
+        positive = tl.where(gate < 0.0, 0.0, gate)
         value, slope = positive * positive, 2.0 * positive
     elif KIND == "silu":
         value, slope = activate_and_slope(gate * alpha, KIND)
@@ -62,7 +62,7 @@ def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.con
     slope *= passes
     if LIMITED and AFTER:
         slope = tl.where(value <= limit, slope, 0.0)
-        value = tl.minimum(value, limit)
+        value = tl.where(value > limit, limit, value)
     if COLUMNS == "plain":
         return value, slope, tl.full(gate.shape, 1.0, tl.float32), slope_of_up
     return value, slope, up + offset, slope_of_up
