@@ -209,7 +209,7 @@ class RecordedStep:
     def replay(self, request: Request, pending: PendingBackward) -> Any:
         """Return the backbone's outputs for a batch, with an autograd graph that replays the backward."""
         hidden, *logits = _Replay.apply(self, request.packed, pending, request.embeddings, *self.parameters)
-        routed = {ROUTER_LOGITS: each.unbind(0) for each in logits}
+        routed = {ROUTER_LOGITS: logits[0].unbind(0)} if logits else {}
         return self.output_type(last_hidden_state=hidden, **routed)
 
     def run_forward(self, embeddings: Tensor, packed: PackedSeqLens) -> tuple[Tensor, ...]:
