@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fastpack.exactness.verification import Verification as Verification
     from fastpack.packing.seqlens import PackedSeqLens as PackedSeqLens
     from fastpack.patching.options import TokenBudget as TokenBudget
+    from fastpack.patching.quantize import quantize_experts as quantize_experts
     from fastpack.patching.report import PatchReport as PatchReport
     from fastpack.patching.state import is_patched as is_patched
     from fastpack.trainers import metrics as metrics
@@ -78,6 +79,7 @@ _NAMES = {
     "fastpack.exactness.verification": ("ContaminationError", "InconclusiveError", "Verification"),
     "fastpack.packing.seqlens": ("PackedSeqLens",),
     "fastpack.patching.options": ("TokenBudget",),
+    "fastpack.patching.quantize": ("quantize_experts",),
     "fastpack.patching.report": ("PatchReport",),
     "fastpack.patching.state": ("is_patched",),
     "fastpack.trainers.preference_losses": (

@@ -24,7 +24,8 @@ from fastpack.layers.runtime import Runtime
 from fastpack.ops.expert_operands import ExpertActivation, Gate
 from fastpack.ops.experts.experts import ExpertLinear, experts
 from fastpack.ops.glu import activation_kind
-from fastpack.ops.linear.operands import product_dtype
+from fastpack.ops.linear.operands import Lora, product_dtype
+from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.utils.classes import stock_class
 from fastpack.utils.hooks import carries_hooks
 from fastpack.utils.protocols import ConfigLike
@@ -65,7 +66,6 @@ def experts_forward(
     cls = stock_class(innermost(patched.owner))
     arguments = bind(cls, (hidden_states, *args), kwargs)
     _, index, weights = (arguments[name] for name in parameters(cls.forward)[:3])
-    weight = operands.inner.weight
     result = experts(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         index,
@@ -74,7 +74,7 @@ def experts_forward(
         operands.down,
         operands.gate,
         transposed=spec.transposed,
-        dtype=product_dtype(weight, weight.dtype),
+        dtype=product_dtype(hidden_states, operands.inner.dtype),
         implementation=patched.runtime.kernels,
     )
     return result.view(hidden_states.shape)
@@ -115,21 +115,33 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
     gate = read_gate(module, spec)
     if isinstance(gate, str):
         return gate
-    layers: list[ExpertLinear] = []
-    for name in (spec.inner, spec.down):
-        weight, bias = (module._parameters.get(each) for each in (name, f"{name}_bias"))
-        if weight is None or (spec.bias and bias is None):
-            return f"its {name} is not a plain parameter"
-        reason = why_not_plain(weight, at_rest) or (why_not_plain(bias, at_rest) if bias is not None else None)
-        if reason is not None:
-            return reason
-        if not weight.is_floating_point():
-            return f"its {name} has {weight.dtype} weights"
-        layers.append(ExpertLinear(weight, bias, loras.pop(name, None)))
+    inner = _read_layer(module, spec.inner, spec, loras.pop(spec.inner, None), at_rest)
+    down = _read_layer(module, spec.down, spec, loras.pop(spec.down, None), at_rest)
+    if isinstance(inner, str) or isinstance(down, str):
+        return inner if isinstance(inner, str) else str(down)
     if loras:
         return f"LoRA trains its {min(loras)}"
-    inner, down = layers
     return ExpertOperands(inner, down, gate)
+
+
+def _read_layer(
+    module: nn.Module, name: str, spec: ExpertsSpec, lora: Lora | None, at_rest: bool
+) -> ExpertLinear | str:
+    """Return one layer of a block of experts, or why the block must run as it is."""
+    weight, bias = (module._parameters.get(each) for each in (name, f"{name}_bias"))
+    if weight is None or (spec.bias and bias is None):
+        return f"its {name} is not a plain parameter"
+    stack_format = None
+    if isinstance(weight, QuantizedStack):
+        stack_format, plain = weight.stack_format, weight.packed
+    else:
+        plain = weight
+    reason = why_not_plain(plain, at_rest) or (why_not_plain(bias, at_rest) if bias is not None else None)
+    if reason is not None:
+        return reason
+    if not weight.is_floating_point():
+        return f"its {name} has {weight.dtype} weights"
+    return ExpertLinear(plain, bias, lora, stack_format)
 
 
 def read_gate(module: Any, spec: ExpertsSpec) -> Gate | str:

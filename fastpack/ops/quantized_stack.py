@@ -1,149 +1,305 @@
-"""Formats of quantised stacks: what turns the packed bytes of all experts into a matrix for each.
+"""A frozen parameter that holds a stack of quantised weights, and behaves like the dense stack.
 
-A format doesn't hold the packed bytes, so that autograd saves these as any other weight. What it does hold (scales,
-tables) is small, and frozen.
+Shape and dtype are those of the dense stack, so that PEFT gives LoRA's factors the right sizes. A function of torch
+that gets the parameter gets a dense copy; ``stack[expert]`` makes one matrix dense. The memory is that of the packed
+bytes: they are what moves between devices, is copied, pickled, saved, and broadcast by DDP, whose C++ sees the bytes.
 
-Shape suffixes: E experts, O columns of the result, I inner dimension.
+A module that holds such parameters saves and loads them by hooks on its state dict (:func:`save_by_hooks`).
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from fastpack.ops.dequantize import dequantize
-from fastpack.ops.implementation import Implementation
-from fastpack.ops.mxfp4 import dequantize_mxfp4
+from fastpack.ops.stack_formats import StackFormat
+
+_OF_BYTES = {
+    *("__hash__", "backward", "data_ptr", "get_device", "has_names", "is_contiguous", "is_inference", "is_pinned"),
+    *("is_shared", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
+    *("share_memory_", "storage", "untyped_storage"),
+}
+"""The names of the methods that act on the packed bytes."""
+_OF_VALUES = {"T", "H", "mT", "mH", "real", "imag"}
+"""The names of the properties that are values of the dense stack. All others are facts about the memory."""
 
 
-class StackFormat(ABC):
-    """The format of a quantised stack.
+class QuantizedStack(nn.Parameter):
+    """A stack ``[E, ., .]`` of quantised weights, as a parameter that never trains.
 
     Attributes:
-        shape: the stack's shape, as if it was dense: ``[E, O, I]`` or ``[E, I, O]``.
-        transposed: whether the matrices are stored transposed.
+        stack_format: the format of the packed bytes.
+
+    Example:
+        >>> packed, state = bitsandbytes.functional.quantize_4bit(dense, quant_type="nf4")  # doctest: +SKIP
+        >>> stack = QuantizedStack(packed, FourBitFormat(state, torch.bfloat16))  # doctest: +SKIP
+        >>> stack.shape == dense.shape, stack.packed.dtype  # doctest: +SKIP
+        (True, torch.uint8)
     """
 
-    shape: torch.Size
-    transposed: bool = False
+    stack_format: StackFormat
 
-    @abstractmethod
-    def stored(
-        self, packed: Tensor, dtype: torch.dtype, implementation: Implementation = "auto", offsets: Tensor | None = None
-    ) -> Tensor:
-        """Return the dense matrices as they are stored, new and contiguous.
+    def __new__(cls, packed: Tensor, stack_format: StackFormat) -> QuantizedStack:
+        """Make the parameter from packed bytes, which it shares, and their format."""
+        self: QuantizedStack = torch.Tensor._make_subclass(cls, packed.detach(), False)
+        self.stack_format = stack_format
+        return self
 
-        Args:
-            packed: the packed bytes.
-            dtype: the dtype of the result.
-            implementation: which implementation to run.
-            offsets: int32 ``[E]``, the end of each expert's rows, or None. With it, the matrices of experts without
-                rows may be left undefined.
+    def __init__(self, packed: Tensor, stack_format: StackFormat) -> None:
+        """Do nothing more: a parameter's ``__init__`` takes other arguments."""
+
+    @property
+    def packed(self) -> Tensor:
+        """The packed bytes, as a plain tensor that shares their memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def dense(self) -> Tensor:
+        """Return a dense copy."""
+        return self.stack_format.dense(self.packed)
+
+    # --- what it is: the dense stack ---------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape of the dense stack."""
+        return self.stack_format.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of a dense copy."""
+        return self.stack_format.dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """3."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The number of packed bytes."""
+        return self.packed.nbytes
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape of the dense stack, or one of its dimensions."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return 3."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return the number of weights."""
+        return self.shape.numel()
+
+    nelement = numel
+
+    def element_size(self) -> int:
+        """Return the bytes of a weight of a dense copy."""
+        return self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_complex(self) -> bool:
+        """Return False."""
+        return False
+
+    def __len__(self) -> int:
+        """Return E, the number of experts."""
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part of a dense copy; of a single expert only its matrix is made dense."""
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool):
+            expert = range(len(self))[int(index)]
+            return self.stack_format.expert(self.packed, expert)
+        return self.dense()[index]
+
+    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
+        """Return the format, shape, dtype and device."""
+        return f"QuantizedStack({self.stack_format.name}, {tuple(self.shape)}, {self.dtype}, device={self.device})"
+
+    # --- what moves and is copied: the packed bytes ------------------------------------------------------------------
+
+    def _like(self, packed: Tensor, dtype: torch.dtype | None = None) -> QuantizedStack:
+        """Return a stack with these bytes in the same format, with its tensors on their device."""
+        device = None if packed.device == self.device else packed.device
+        return QuantizedStack(packed, self.stack_format.to(device, dtype or self.dtype))
+
+    def detach(self) -> QuantizedStack:
+        """Return a stack that shares the bytes."""
+        return QuantizedStack(self.packed, self.stack_format)
+
+    @property  # type: ignore[override]
+    def data(self) -> QuantizedStack:
+        """A stack that shares the bytes."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        _refuse_dense(value)
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.data.__set__(self, value.packed)  # type: ignore[attr-defined]
+        self.stack_format = value.stack_format
+
+    def clone(self, *, memory_format: Any = torch.preserve_format) -> QuantizedStack:
+        """Return a stack with bytes of its own."""
+        return self._like(self.packed.clone())
+
+    def to(self, *args: Any, **kwargs: Any) -> QuantizedStack:
+        """Return the stack on another device; another dtype is one of dense copies, not of the bytes."""
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"a QuantizedStack has dense copies of a float dtype, not of {dtype}. Call dense() first.")
+        moved = self.packed if device is None else self.packed.to(device, non_blocking=non_blocking)
+        return self._like(moved, dtype)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> QuantizedStack:
+        """Return the stack on the CPU."""
+        return self._like(self.packed.cpu())
+
+    def cuda(self, *args: Any, **kwargs: Any) -> QuantizedStack:
+        """Return the stack on a CUDA device."""
+        return self._like(self.packed.cuda(*args, **kwargs))
+
+    def pin_memory(self, *args: Any) -> QuantizedStack:
+        """Return the stack with its bytes in pinned memory."""
+        return self._like(self.packed.pin_memory())
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> QuantizedStack:
+        """Return the stack itself."""
+        return self
+
+    def float(self) -> QuantizedStack:
+        """Return the stack, with dense copies in float32."""
+        return self._like(self.packed, torch.float32)
+
+    def double(self) -> QuantizedStack:
+        """Return the stack, with dense copies in float64."""
+        return self._like(self.packed, torch.float64)
+
+    def half(self) -> QuantizedStack:
+        """Return the stack, with dense copies in float16."""
+        return self._like(self.packed, torch.float16)
+
+    def bfloat16(self) -> QuantizedStack:
+        """Return the stack, with dense copies in bfloat16."""
+        return self._like(self.packed, torch.bfloat16)
+
+    def copy_(self, source: Any, non_blocking: bool = False) -> QuantizedStack:
+        """Copy another stack's bytes and format into this one."""
+        _refuse_dense(source)
+        self.data = source.to(self.device, source.dtype).clone()
+        return self
+
+    def set_(self, source: Any) -> QuantizedStack:  # type: ignore[override]
+        """Share another stack's bytes and format."""
+        self.data = source
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStack:
+        """Return a stack with bytes and a format of its own."""
+        if id(self) not in memo:
+            stack_format = copy.deepcopy(self.stack_format, memo)
+            memo[id(self)] = QuantizedStack(self.packed.clone(), stack_format)
+        copied: QuantizedStack = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the bytes and their format."""
+        return QuantizedStack, (self.packed, self.stack_format)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with dense copies, or with the packed bytes if it is about memory.
+
+        Raises:
+            RuntimeError: the function writes to the stack.
         """
-
-    def dense(self, packed: Tensor, dtype: torch.dtype, implementation: Implementation = "auto") -> Tensor:
-        """Return the dense stack in its own shape; a view of new memory."""
-        matrices = self.stored(packed, dtype, implementation)
-        return matrices.transpose(1, 2) if self.transposed else matrices
-
-    @abstractmethod
-    def expert(self, packed: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-        """Return one expert's dense matrix."""
-
-
-@dataclass(frozen=True, eq=False)
-class FourBitFormat(StackFormat):
-    """bitsandbytes' 4-bit format (NF4 or FP4), of the whole stack as one tensor.
-
-    Attributes:
-        state: bitsandbytes' ``QuantState``.
-    """
-
-    state: Any
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The stack's shape, as if it was dense."""
-        return torch.Size(self.state.shape)
-
-    def stored(
-        self, packed: Tensor, dtype: torch.dtype, implementation: Implementation = "auto", offsets: Tensor | None = None
-    ) -> Tensor:
-        """Return the dense stack, rounded to the state's dtype first."""
-        return dequantize(packed, _in_rows(self.state), dtype, implementation).view(self.shape)
-
-    def expert(self, packed: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-        """Return one expert's dense matrix."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
-
-        state, count = self.state, self.shape[1] * self.shape[2]
-        if count % state.blocksize or count % 2:  # an expert begins inside a block
-            return self.stored(packed, dtype)[index]
-        absmax = state.absmax
-        if state.nested:
-            absmax = (dequantize_blockwise(absmax, state.state2) + state.offset).float()
-        blocks, size = slice(*(count // state.blocksize * i for i in (index, index + 1))), count // 2
-        rows = torch.Size((count // state.blocksize, state.blocksize))
-        alone = QuantState(absmax[blocks], rows, state.code, state.blocksize, state.quant_type, state.dtype)
-        bytes_here = packed.reshape(-1).view(torch.uint8)[index * size : (index + 1) * size]
-        matrix: Tensor = dequantize_4bit(bytes_here[:, None], alone)
-        return matrix.to(dtype).view(self.shape[1:])
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            descriptor: Any = getattr(func, "__self__", None)
+            on_bytes = descriptor.__name__ not in _OF_VALUES
+        else:
+            on_bytes = name in _OF_BYTES
+        if on_bytes:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(args[0] if args else None, QuantizedStack):
+            own = _OWN.get(name)
+            if own is not None:
+                return own(*args, **kwargs)
+            if _writes(name):
+                _refuse_write(name)
+        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
 
-def _in_rows(state: Any) -> Any:
-    """Return the state of the same weight as rows of one block.
-
-    On a CPU, bitsandbytes 0.50 reads wrong scales where a row is not a whole number of blocks.
-    """
-    rows, rest = divmod(math.prod(state.shape), state.blocksize)
-    if rest:
-        return state
-    state = copy.copy(state)
-    state.shape = torch.Size((rows, state.blocksize))
-    return state
+_OWN: dict[str, Callable[..., Any]] = {
+    name: getattr(QuantizedStack, name) for name in ("clone", "detach", "is_floating_point", "is_complex", "numel")
+}
+_OWN["empty_like"] = lambda stack, **settings: stack._like(
+    torch.empty_like(stack.packed, device=settings.get("device")), settings.get("dtype")
+)
+"""The functions of torch that return a stack, or a fact about one, by name."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mxfp4Format(StackFormat):
-    """MXFP4: the packed bytes are ``[E, O, I / 2]``, or ``[E, O, G, 16]``; see :mod:`fastpack.ops.mxfp4`.
+def _dense(value: Any) -> Any:
+    return value.dense() if isinstance(value, QuantizedStack) else value
 
-    Attributes:
-        scales: uint8 ``[E, O, G]``.
-        transposed: whether the stack is ``[E, I, O]``, as gpt-oss has it; the bytes don't differ.
-        layout: an order of the bytes that a library's kernels need, with a method ``unswizzle_data``, which returns
-            them as ``[E, I / 2, O]``; None for the order above.
-    """
 
-    scales: Tensor
-    transposed: bool = False
-    layout: Any = None
+def _writes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The stack's shape, as if it was dense."""
-        count, columns, groups = self.scales.shape
-        return torch.Size((count, groups * 32, columns) if self.transposed else (count, columns, groups * 32))
 
-    def stored(
-        self, packed: Tensor, dtype: torch.dtype, implementation: Implementation = "auto", offsets: Tensor | None = None
-    ) -> Tensor:
-        """Return the dense matrices, ``[E, O, I]``."""
-        return dequantize_mxfp4(self.blocks(packed), self.scales, dtype, implementation, offsets)
+def _refuse_write(name: str) -> None:
+    # not a TypeError, for which Python would try another method
+    raise RuntimeError(
+        f"{name} would write to a quantised stack of experts, whose values can't change. To merge an adapter, load the "
+        "dense model and merge it there; to train the experts' own weights, don't quantise them."
+    )
 
-    def blocks(self, packed: Tensor) -> Tensor:
-        """Return the packed bytes in the order of the specification, ``[E, O, I / 2]``."""
-        if self.layout is not None:
-            packed = self.layout.unswizzle_data(packed).transpose(-1, -2).contiguous()
-        return packed.reshape(*self.scales.shape[:2], -1)
 
-    def expert(self, packed: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-        """Return one expert's dense matrix."""
-        here = slice(index, index + 1)
-        matrix = dequantize_mxfp4(self.blocks(packed)[here], self.scales[here], dtype)[0]
-        return matrix.t() if self.transposed else matrix
+def _refuse_dense(value: Any) -> None:
+    if not isinstance(value, QuantizedStack):
+        raise TypeError(
+            f"a quantised stack of experts can't take dense values, {tuple(value.shape)} of {value.dtype}. Load a "
+            "dense checkpoint before fastpack.quantize_experts(model), or a state dict of quantised experts after it."
+        )
+
+
+def save_by_hooks(module: nn.Module) -> None:
+    """Let a module save and load its quantised stacks as plain tensors, which any format of files takes."""
+    if not any(getattr(hook, "__func__", hook) is _save for hook in module._state_dict_hooks.values()):
+        module.register_state_dict_post_hook(_save)
+        module.register_load_state_dict_pre_hook(_load)
+
+
+def _save(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    for name, stack in module._parameters.items():
+        if isinstance(stack, QuantizedStack) and state.pop(prefix + name, None) is not None:
+            state.update(
+                {prefix + name + rest: value for rest, value in stack.stack_format.saved(stack.packed).items()}
+            )
+
+
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *details: Any) -> None:
+    for name, stack in module._parameters.items():
+        if isinstance(stack, QuantizedStack):
+            key = prefix + name
+            names = {key, f"{key}_blocks", f"{key}_scales"}
+            entries = {k[len(key) :]: v for k, v in state.items() if k in names or k.startswith(f"{key}.")}
+            loaded = stack.stack_format.loaded(entries)
+            if loaded is not None:
+                for rest in entries:
+                    del state[key + rest]
+                state[key] = QuantizedStack(*loaded)

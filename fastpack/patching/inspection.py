@@ -14,6 +14,7 @@ from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails
 from fastpack.model.unwrap import find_parts, models_of, wrapper_chain
 from fastpack.patching.changes import count_drop_ins, unfused
+from fastpack.patching.quantize import notes_on_stacks
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, state_of, trainer_record
 from fastpack.utils.classes import replaced_forward
@@ -45,6 +46,8 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         notes += (budget.describe(),)
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
+    projections = count_projections(backbone)
+    notes += notes_on_stacks(backbone, four_bits=any("4-bit" in kind for kind in projections))
     skipped = planned.skipped + mixing.unknown_modules() + unserved(backbone)
     skipped += unfused(backbone, state.changes) + _experts_as_they_are(state)
     replaced = None if head is None else replaced_forward(head)
@@ -60,7 +63,7 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         planned,
         **mixing.describe(),
         swapped={**planned.swapped, **mixing.kinds()},
-        projections=count_projections(backbone),
+        projections=projections,
         as_modules=count_opaque(backbone) if _PROJECTING & planned.swapped.keys() else {},
         skipped=skipped,
         notes=notes,

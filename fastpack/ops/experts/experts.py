@@ -38,7 +38,7 @@ from fastpack.ops.experts.lora_factors import pack_factors
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
-from fastpack.ops.quantized_stack import StackFormat
+from fastpack.ops.stack_formats import StackFormat
 
 NARROWEST = 16
 """The smallest number of columns of a kernel's operand."""
@@ -64,6 +64,11 @@ class ExpertLinear:
     def shape(self) -> torch.Size:
         """The shape of the weight, as if it was dense."""
         return self.weight.shape if self.format is None else self.format.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight, as if it was dense."""
+        return self.weight.dtype if self.format is None else self.format.dtype
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -117,7 +122,7 @@ def experts(
         down: the last layer.
         gate: the gated unit between them.
         transposed: whether the weights of both layers are ``[E, I, O]``.
-        dtype: the dtype of the matmuls; by default that of the weights, or of x if they are quantised.
+        dtype: the dtype of the matmuls; by default that of the weights.
         implementation: ``auto`` runs the kernels if :func:`fastpack.ops.implementation.use_triton` allows it, and they
             support dtype and sizes. Else each expert's rows are multiplied by torch, and the host waits for their
             numbers.
@@ -134,8 +139,7 @@ def experts(
         >>> experts(x, index, weights, inner, down, Gate("silu")).shape
         torch.Size([5, 8])
     """
-    if dtype is None:
-        dtype = inner.weight.dtype if inner.format is None else x.dtype
+    dtype = inner.dtype if dtype is None else dtype
     requested = implementation
     scales = tuple(1.0 if layer.lora is None else layer.lora.scale for layer in (inner, down))
     if use_triton(implementation, x):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts.experts import ExpertLinear, experts
 from fastpack.ops.linear.operands import Lora
-from fastpack.ops.quantized_stack import FourBitFormat, Mxfp4Format, StackFormat
+from fastpack.ops.stack_formats import FourBitFormat, Mxfp4Format, StackFormat
 
 E, T, K, H, WIDTH, R = 4, 11, 2, 64, 32, 3
 FORMATS = ["nf4", "nf4 nested", "mxfp4", "mxfp4 transposed"]
@@ -26,13 +26,13 @@ def quantized(kind: str, columns: int, inner: int) -> tuple[Tensor, StackFormat]
     if kind.startswith("mxfp4"):
         scales = torch.randint(121, 125, (E, columns, inner // 32), generator=generator, dtype=torch.uint8)
         blocks = torch.randint(256, (*scales.shape, 16), generator=generator, dtype=torch.uint8)
-        return blocks, Mxfp4Format(scales, "transposed" in kind)
+        return blocks, Mxfp4Format(scales, "transposed" in kind, dtype=torch.float32)
     functional = pytest.importorskip("bitsandbytes").functional
     dense = torch.randn(E, columns, inner, generator=generator) * 0.1
     packed, state = functional.quantize_4bit(
         dense, quant_type="nf4", blocksize=64, compress_statistics="nested" in kind
     )
-    return packed, FourBitFormat(state)
+    return packed, FourBitFormat(state, torch.float32)
 
 
 def lora(columns: int, inner: int) -> Lora:
@@ -58,7 +58,7 @@ def dequantized(layer: ExpertLinear) -> ExpertLinear:
         update = replace(
             update, a=update.a.detach().clone().requires_grad_(), b=update.b.detach().clone().requires_grad_()
         )
-    return ExpertLinear(layer.format.dense(layer.weight, torch.float32), layer.bias, update)
+    return ExpertLinear(layer.format.dense(layer.weight), layer.bias, update)
 
 
 def run(pair: list[ExpertLinear], transposed: bool, implementation: Any = "torch") -> list[Tensor]:
@@ -113,8 +113,13 @@ class Watched(StackFormat):
             self.kept.append(dense)
         return dense
 
-    def expert(self, packed: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-        return self.inner.expert(packed, index, dtype)
+    def expert(self, packed: Tensor, index: int) -> Tensor:
+        return self.inner.expert(packed, index)
+
+    def to(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    saved = loaded = to
 
 
 @pytest.mark.parametrize("kind", ["nf4 nested", "mxfp4"])
@@ -145,11 +150,11 @@ def test_one_stack_is_dense_at_a_time_and_none_is_kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_one_expert_alone(kind: str) -> None:
     packed, form = quantized(kind, 2 * WIDTH, H)
-    dense = form.dense(packed, torch.float32)
+    dense = form.dense(packed)
     assert dense.shape == form.shape == ((E, H, 2 * WIDTH) if "transposed" in kind else (E, 2 * WIDTH, H))
     for index in range(E):
-        assert relative(form.expert(packed, index, torch.float32), dense[index]) <= 1e-6
-    assert relative(form.expert(packed, 1, torch.float32), dense[2]) > 0.1
+        assert relative(form.expert(packed, index), dense[index]) <= 1e-6
+    assert relative(form.expert(packed, 1), dense[2]) > 0.1
 
 
 def test_bytes_in_a_library_s_own_order() -> None:
@@ -167,5 +172,5 @@ def test_bytes_in_a_library_s_own_order() -> None:
     layout = Reversed()
     swizzled = packed.flatten(2).transpose(1, 2).flip(1)
     other = replace(form, layout=layout)
-    assert torch.equal(other.dense(swizzled, torch.float32), form.dense(packed, torch.float32))
+    assert torch.equal(other.dense(swizzled), form.dense(packed))
     assert layout.calls == 1
