@@ -21,6 +21,8 @@ BLOCK = 32
 """The number of elements that share a scale."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS, _NAN = 127, 255
+_LARGEST_POWER = 2
+"""The exponent of the largest value."""
 
 
 def dequantize_mxfp4(
@@ -72,6 +74,34 @@ def definition(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     factors = torch.ldexp(torch.ones_like(scales, dtype=wide), scales.int() - _BIAS)
     factors = factors.masked_fill(scales == _NAN, torch.nan)
     return (values * factors[..., None]).to(dtype).flatten(-2)
+
+
+def quantize_mxfp4(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise matrices as the specification says: the scale is a power of two, so that the largest element fits.
+
+    Args:
+        dense: ``[E, O, I]`` of a float dtype; I is a multiple of 32.
+
+    Returns:
+        The blocks ``[E, O, G, 16]`` and the scales ``[E, O, G]``, both uint8. Elements are rounded to the nearest
+        value, of two to the smaller one; what is larger than the largest value becomes that value.
+
+    Raises:
+        ValueError: I is not a multiple of 32.
+    """
+    if dense.shape[-1] % BLOCK:
+        raise ValueError(
+            f"MXFP4 has blocks of {BLOCK} elements, which matrices {tuple(dense.shape)} don't divide into."
+        )
+    groups = dense.detach().float().unflatten(-1, (-1, BLOCK))
+    largest = groups.abs().amax(-1)
+    exponents = torch.frexp(largest).exponent - 1 - _LARGEST_POWER
+    exponents = exponents.where(largest > 0, -_BIAS).clamp(-_BIAS, _NAN - 1 - _BIAS)
+    scaled = torch.ldexp(groups, -exponents[..., None])
+    values = torch.tensor(VALUES[:8], device=dense.device)
+    codes = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2).to(torch.uint8)
+    codes += (scaled.signbit() & (codes > 0)).to(torch.uint8) * 8
+    return codes[..., ::2] | (codes[..., 1::2] << 4), (exponents + _BIAS).to(torch.uint8)
 
 
 def kernel_rejects(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> str | None:

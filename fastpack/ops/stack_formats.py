@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.mxfp4 import dequantize_mxfp4
+from fastpack.ops.mxfp4 import BLOCK, dequantize_mxfp4
 
 
 class StackFormat(ABC):
@@ -167,41 +167,53 @@ def _in_rows(state: Any) -> Any:
 class Mxfp4Format(StackFormat):
     """MXFP4: the packed bytes are ``[E, O, I / 2]``, or ``[E, O, G, 16]``; see :mod:`fastpack.ops.mxfp4`.
 
+    The bytes of a library whose kernels need another order have *layouts*: objects with a method ``unswizzle_data``,
+    which returns bytes as ``[E, I / 2, O]``, and scales as ``[E, G, O]``.
+
     Attributes:
         scales: uint8 ``[E, O, G]``.
+        shape: the stack's shape, as if it was dense: ``[E, O, I]``, or ``[E, I, O]`` if transposed.
         transposed: whether the stack is ``[E, I, O]``, as gpt-oss has it; the bytes don't differ.
-        layout: an order of the bytes that a library's kernels need, with a method ``unswizzle_data``, which returns
-            them as ``[E, I / 2, O]``; None for the order above.
         dtype: the dtype that a dense copy has by default.
+        layout: the layout of the bytes, or None for the order above.
+        scale_layout: the layout of the scales, or None.
     """
 
     scales: Tensor
+    shape: torch.Size
     transposed: bool = False
-    layout: Any = None
     dtype: torch.dtype = torch.bfloat16
+    layout: Any = None
+    scale_layout: Any = None
     name = "MXFP4"
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The stack's shape, as if it was dense."""
-        count, columns, groups = self.scales.shape
-        return torch.Size((count, groups * 32, columns) if self.transposed else (count, columns, groups * 32))
+    @classmethod
+    def of(cls, scales: Tensor, *, transposed: bool = False, dtype: torch.dtype = torch.bfloat16) -> Self:
+        """Return the format of a stack with these scales ``[E, O, G]``."""
+        count, columns, groups = scales.shape
+        inner = groups * BLOCK
+        shape = torch.Size((count, inner, columns) if transposed else (count, columns, inner))
+        return cls(scales, shape, transposed, dtype)
 
     def stored(
         self, packed: Tensor, dtype: torch.dtype, implementation: Implementation = "auto", offsets: Tensor | None = None
     ) -> Tensor:
         """Return the dense matrices, ``[E, O, I]``."""
-        return dequantize_mxfp4(self.blocks(packed), self.scales, dtype, implementation, offsets)
+        return dequantize_mxfp4(*self.plain(packed), dtype, implementation, offsets)
 
-    def blocks(self, packed: Tensor) -> Tensor:
-        """Return the packed bytes in the order of the specification, ``[E, O, I / 2]``."""
+    def plain(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bytes ``[E, O, I / 2]`` and scales ``[E, O, G]``, in the order of the specification."""
+        scales = self.scales
         if self.layout is not None:
             packed = self.layout.unswizzle_data(packed).transpose(-1, -2).contiguous()
-        return packed.reshape(*self.scales.shape[:2], -1)
+        if self.scale_layout is not None:
+            scales = self.scale_layout.unswizzle_data(scales).transpose(-1, -2).contiguous()
+        return packed.reshape(*scales.shape[:2], -1), scales
 
     def expert(self, packed: Tensor, index: int) -> Tensor:
         """Return one expert's dense matrix in the format's dtype."""
-        matrix = dequantize_mxfp4(self.blocks(packed)[index, None], self.scales[index, None], self.dtype)[0]
+        blocks, scales = self.plain(packed)
+        matrix = dequantize_mxfp4(blocks[index, None], scales[index, None], self.dtype)[0]
         return matrix.t() if self.transposed else matrix
 
     def to(self, device: torch.device | None, dtype: torch.dtype) -> Self:
@@ -210,10 +222,11 @@ class Mxfp4Format(StackFormat):
 
     def saved(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the entries of a state dict: those of gpt-oss's checkpoints."""
-        return {"_blocks": self.blocks(packed).view(*self.scales.shape, 16), "_scales": self.scales}
+        blocks, scales = self.plain(packed)
+        return {"_blocks": blocks.view(*scales.shape, BLOCK // 2), "_scales": scales}
 
     def loaded(self, entries: Mapping[str, Tensor]) -> tuple[Tensor, Self] | None:
         """Return the packed bytes and their format from such entries, or None if they are of another format."""
         if not {"_blocks", "_scales"} <= entries.keys():
             return None
-        return entries["_blocks"], replace(self, scales=entries["_scales"], layout=None)
+        return entries["_blocks"], self.of(entries["_scales"], transposed=self.transposed, dtype=self.dtype)

@@ -9,7 +9,7 @@ import torch
 from op_checks import DEVICES, KERNEL_DTYPES, count_calls
 from torch import Tensor
 
-from fastpack.ops.mxfp4 import definition, dequantize_mxfp4
+from fastpack.ops.mxfp4 import VALUES, definition, dequantize_mxfp4, quantize_mxfp4
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import mxfp4 as kernels
@@ -100,3 +100,20 @@ def test_shapes_and_stacks_that_are_refused() -> None:
     shifted = torch.cat([blocks.new_zeros(1), blocks.flatten()])[1:].view(blocks.shape)
     with pytest.raises(ValueError, match="four bytes"):
         dequantize_mxfp4(shifted, scales, torch.float32, "triton")
+
+
+def test_quantised_elements_are_the_nearest_that_the_scale_allows() -> None:
+    dense = torch.randn(2, 3, 96, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1, 50])[:, None]
+    dense[0, 0, :32] = 0
+    blocks, scales = quantize_mxfp4(dense)
+    factors = torch.exp2(scales.float() - 127)
+    largest = dense.unflatten(-1, (-1, 32)).abs().amax(-1)
+    assert bool(((largest < 8 * factors) & ((largest >= 4 * factors) | (largest == 0))).all()), "the largest fits"
+    grid = torch.tensor(VALUES) * factors.repeat_interleave(32, -1)[..., None]
+    nearest = (grid - dense[..., None]).abs().amin(-1)
+    actual = definition(blocks, scales, torch.float32)
+    assert torch.equal((actual - dense).abs(), nearest)
+    again = quantize_mxfp4(actual)
+    assert torch.equal(definition(*again, torch.float32), actual)
+    with pytest.raises(ValueError, match="blocks of 32"):
+        quantize_mxfp4(dense[..., :40])

@@ -26,7 +26,7 @@ def make_stack(kind: str, seed: int = 0) -> QuantizedStack:
     if kind.startswith("mxfp4"):
         scales = torch.randint(120, 126, (E, OUT, IN // 32), generator=generator, dtype=torch.uint8)
         blocks = torch.randint(256, (E, OUT, IN // 2), generator=generator, dtype=torch.uint8)
-        return QuantizedStack(blocks, Mxfp4Format(scales, "transposed" in kind, dtype=torch.float32))
+        return QuantizedStack(blocks, Mxfp4Format.of(scales, transposed="transposed" in kind, dtype=torch.float32))
     functional = pytest.importorskip("bitsandbytes").functional
     packed, state = functional.quantize_4bit(
         torch.randn(E, OUT, IN, generator=generator),
