@@ -91,7 +91,14 @@ LFM2_MLP = MlpSpec(gate_up=("w1", "w3"), down="w2", activation=None)
 MIXTRAL_EXPERTS = ExpertsSpec()
 ARIA_EXPERTS = ExpertsSpec(transposed=True)
 GPT_OSS_EXPERTS = ExpertsSpec(
-    transposed=True, bias=True, columns="interleaved", activation=None, alpha="alpha", limit="limit", offset=1.0
+    transposed=True,
+    bias=True,
+    columns="interleaved",
+    activation=None,
+    alpha="alpha",
+    limit="limit",
+    offset=1.0,
+    mxfp4="Mxfp4GptOssExperts",
 )
 STEP_EXPERTS = ExpertsSpec(limit="limit", clamps_after=True)
 DEEPSEEK_V4_EXPERTS = ExpertsSpec(limit="limit")

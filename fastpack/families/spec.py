@@ -156,6 +156,7 @@ class ExpertsSpec:
         activation: the name of the activation's attribute; None if the forward calls SiLU as a function.
         alpha, limit: the name of the attribute that holds this value of the gated unit, or None.
         offset, clamps_after: as in the gated unit.
+        mxfp4: the name of transformers' class for the same block with stacks in MXFP4, or None.
     """
 
     inner: str = "gate_up_proj"
@@ -168,6 +169,7 @@ class ExpertsSpec:
     limit: str | None = None
     offset: float = 0.0
     clamps_after: bool = False
+    mxfp4: str | None = None
 
 
 @dataclass(frozen=True)

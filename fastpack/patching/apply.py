@@ -84,7 +84,7 @@ def apply(plan: PatchPlan, options: PatchOptions) -> None:
             context = plan.runtime.layers.context
             configs[key] = private_config(module.config, options.attention, context, two_way)
         changes.append(Attribute(module, "config", configs[key]))
-    changes.append(plan.pre_hook)
+    changes += [*plan.attributes, plan.pre_hook]
     for change in changes:
         change.install()
     plan.runtime.user_changes.configs += configs.values()

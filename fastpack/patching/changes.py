@@ -36,6 +36,8 @@ from fastpack.utils.replacement import (
 
 _PARTS = (attention_forward, mlp_forward, norm_forward)
 """The forwards of parts that a layer computes itself, fused with neighbouring operations."""
+QUANTIZER = "hf_quantizer"
+"""The attribute of a model of transformers that holds its quantizer."""
 
 
 @dataclass(eq=False)

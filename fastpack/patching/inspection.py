@@ -13,7 +13,7 @@ from fastpack.layers.rope_tables import unserved
 from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails
 from fastpack.model.unwrap import find_parts, models_of, wrapper_chain
-from fastpack.patching.changes import count_drop_ins, unfused
+from fastpack.patching.changes import QUANTIZER, Attribute, count_drop_ins, unfused
 from fastpack.patching.quantize import notes_on_stacks
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, state_of, trainer_record
@@ -47,6 +47,8 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     projections = count_projections(backbone)
+    if any(isinstance(change, Attribute) and change.name == QUANTIZER for change in state.changes):
+        notes += ("transformers' quantizer says that MXFP4 can't be trained: while patched, this model's says it can",)
     notes += notes_on_stacks(backbone, four_bits=any("4-bit" in kind for kind in projections))
     skipped = planned.skipped + mixing.unknown_modules() + unserved(backbone)
     skipped += unfused(backbone, state.changes) + _experts_as_they_are(state)

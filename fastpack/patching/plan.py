@@ -30,6 +30,7 @@ from fastpack.layers.experts import ExpertsPlace, chosen_by_name, experts_forwar
 from fastpack.layers.liger import spec_of, stands_for
 from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
+from fastpack.layers.mxfp4_experts import mxfp4_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.runtime import Runtime
@@ -46,8 +47,10 @@ from fastpack.model.unwrap import Parts, find_parts, refuse_captured_forward, re
 from fastpack.packing.context import PackingContext
 from fastpack.packing.two_way import TwoWay
 from fastpack.patching.backend_choice import attention_shape, notes_on_blocks, serving_backends, with_blocks
+from fastpack.patching.changes import Attribute
 from fastpack.patching.head_choice import head_kind, head_loss
 from fastpack.patching.match import Match, settle
+from fastpack.patching.mxfp4_plan import quantizers, readable_mxfp4
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
@@ -73,6 +76,7 @@ KINDS: dict[Callable[..., Any], str] = {
     norm_forward: "norm",
     mlp_forward: "mlp",
     experts_forward: "experts",
+    mxfp4_forward: "experts",
     packed_alibi: "alibi",
     packed_mask: "mask",
     rotary_forward: "rotary",
@@ -99,6 +103,7 @@ class PatchPlan:
             with how it uses the blocks of a batch.
         pre_hook: The hook before the head, or before a bare backbone.
         mixing: The modules that mix tokens, each with its tier.
+        attributes: Further attributes of modules to set.
         report: What is known before the patch; :func:`fastpack.patching.inspection.inspect_patch` adds what may change.
     """
 
@@ -108,6 +113,7 @@ class PatchPlan:
     interface_modules: Mapping[Any, TwoWay | None]
     pre_hook: PreHook[Any, Any]
     mixing: Mixing
+    attributes: tuple[Attribute, ...]
     report: PatchReport
 
 
@@ -150,6 +156,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     places, by_name = _plan_experts(recognised, runtime.layers)
     runtime.user_changes.experts.extend(places)
     inside += [place.replacement for place in places]
+    inside += [_replacement(m, mxfp4_forward, spec, runtime.layers) for m, spec in readable_mxfp4(backbone, family)]
     skipped += by_name + _replaced_parts(recognised)
     tables = _plan_methods(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
@@ -164,6 +171,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
         {module: two_way_of(module, family.fast.get(own[module])) or family.two_way for module in through_interface},
         _plan_hook(parts, runtime, around),
         Mixing(backbone, tuple(_mixing_modules(recognised, replacements, through_interface))),
+        quantizers(parts),
         replace(report, skipped=tuple(dict.fromkeys(recognised.skipped + skipped))),
     )
 

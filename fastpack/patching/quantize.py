@@ -1,4 +1,7 @@
-"""Quantise the stacked weights of experts, which ``load_in_4bit`` leaves as they are."""
+"""Quantise the stacked weights of experts, which ``load_in_4bit`` leaves as they are.
+
+Experts that transformers has loaded in MXFP4 for its kernels become the family's own blocks, with stacks in MXFP4.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ from torch import Tensor, nn
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families.registry import family_of
 from fastpack.families.spec import ExpertsSpec
+from fastpack.layers.mxfp4_experts import mxfp4_experts
 from fastpack.layers.read_projection import why_not_plain
 from fastpack.model.unwrap import find_parts
+from fastpack.ops.mxfp4 import BLOCK as BLOCK_MXFP4
+from fastpack.ops.mxfp4 import quantize_mxfp4
 from fastpack.ops.quantized_stack import QuantizedStack, save_by_hooks
-from fastpack.ops.stack_formats import FourBitFormat
+from fastpack.ops.stack_formats import FourBitFormat, Mxfp4Format, StackFormat
+from fastpack.patching.mxfp4_blocks import make_own, places_in_mxfp4
 from fastpack.patching.recognise import own_class
 
-QuantType = Literal["nf4", "fp4"]
+QuantType = Literal["nf4", "fp4", "mxfp4"]
 ModelT = TypeVar("ModelT", bound=nn.Module)
 BLOCK = 64
 """The number of weights that share a scale, as in ``load_in_4bit``."""
@@ -36,11 +43,13 @@ class Stack:
         block: the block of experts.
         name: the name of the parameter.
         weight: the stack ``[E, ., .]``, or None if there is no such parameter.
+        spec: the block's spec.
     """
 
     block: nn.Module
     name: str
     weight: Tensor | None
+    spec: ExpertsSpec
 
 
 def quantize_experts(
@@ -50,7 +59,7 @@ def quantize_experts(
     double_quant: bool = True,
     compute_dtype: torch.dtype | None = None,
 ) -> ModelT:
-    """Quantise the stacked weights of a model's experts to 4 bits, in place; bitsandbytes does it.
+    """Quantise the stacked weights of a model's experts to 4 bits, in place.
 
     Transformers stacks the weights of all experts of a layer in two parameters. ``load_in_4bit=True`` quantises only
     linear layers, and so leaves most of such a model dense, without a word.
@@ -82,11 +91,17 @@ def quantize_experts(
 
     ``from_pretrained`` can't load such a folder: it expects dense stacks, and raises.
 
+    **MXFP4.** The state dict of stacks in MXFP4 has gpt-oss's own names, so that its checkpoint can be filled in just
+    as above, after ``quantize_experts(model, quant_type="mxfp4")``; transformers itself needs the package ``kernels``
+    to load it, or makes it dense. A model that transformers has loaded so trains LoRA on attention once it is patched.
+    For LoRA on its experts, call this function first, with any ``quant_type``: PEFT finds no parameters in the blocks
+    of transformers, and this puts the family's own blocks in their place, with the same values.
+
     Args:
         model: a model of transformers with stacked experts, on any device, with or without adapters. Stacks that are
             quantised already stay as they are.
-        quant_type: the code of the 4 bits: ``nf4`` or ``fp4``.
-        double_quant: whether to quantise the scales, too: 4.13 instead of 4.5 bits a weight.
+        quant_type: the code of the 4 bits: ``nf4`` or ``fp4`` of bitsandbytes, or ``mxfp4``.
+        double_quant: whether bitsandbytes quantises the scales, too: 4.13 instead of 4.5 bits a weight.
         compute_dtype: the dtype of dense copies, and so of the matmuls outside of autocast; by default that of the
             dense stack.
 
@@ -95,7 +110,8 @@ def quantize_experts(
 
     Raises:
         UnsupportedModelError: fastpack knows no stacked experts in this model.
-        PatchError: bitsandbytes is missing, or a stack is sharded, offloaded or too large. Nothing was changed.
+        PatchError: bitsandbytes is missing, a stack is sharded, offloaded or too large, or the model is patched and has
+            blocks in MXFP4 of transformers. Nothing was changed.
         ValueError: another ``quant_type``, or a ``compute_dtype`` that is not a float dtype.
     """
     if quant_type not in get_args(QuantType):
@@ -103,17 +119,20 @@ def quantize_experts(
     if compute_dtype is not None and not compute_dtype.is_floating_point:
         raise ValueError(f"compute_dtype={compute_dtype} is not a float dtype: pass torch.bfloat16, or leave it out.")
     backbone = find_parts(model).backbone
+    in_mxfp4 = places_in_mxfp4(backbone)
     stacks = list(stacks_of(backbone))
-    if not stacks:
+    if not (stacks or in_mxfp4):
         raise UnsupportedModelError(
             f"{type(backbone).__name__} has no experts with stacked weights that fastpack knows. To quantise linear "
             "layers, load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True). Nothing was changed."
         )
     stacks = [stack for stack in stacks if not isinstance(stack.weight, QuantizedStack)]
     for stack in stacks:
-        _check(stack)
-    if stacks and importlib.util.find_spec("bitsandbytes") is None:
+        _check(stack, quant_type)
+    if stacks and quant_type != "mxfp4" and importlib.util.find_spec("bitsandbytes") is None:
         raise PatchError("quantising experts needs bitsandbytes: pip install bitsandbytes. Nothing was changed.")
+    for place in in_mxfp4:
+        make_own(backbone, place, compute_dtype)
     while stacks:  # so that each dense stack is freed at once
         _quantize(stacks.pop(), quant_type, double_quant, compute_dtype)
     return model
@@ -126,15 +145,21 @@ def stacks_of(backbone: nn.Module) -> Iterator[Stack]:
         spec = family.fast.get(own_class(module, family) or "") if family is not None else None
         if isinstance(spec, ExpertsSpec):
             for name in (spec.inner, spec.down):
-                yield Stack(module, name, module._parameters.get(name))
+                yield Stack(module, name, module._parameters.get(name), spec)
 
 
 def notes_on_stacks(backbone: nn.Module, *, four_bits: bool) -> tuple[str, ...]:
     """Return notes for the report: on quantised stacks, and on dense ones although linear layers have 4 bits."""
     weights = [stack.weight for stack in stacks_of(backbone)]
     formats = Counter(weight.stack_format.name for weight in weights if isinstance(weight, QuantizedStack))
+    family = family_of(backbone)
+    formats["MXFP4"] += 0 if family is None else 2 * sum(1 for _ in mxfp4_experts(backbone, family))
     dense = [weight for weight in weights if weight is not None and not isinstance(weight, QuantizedStack)]
-    notes = [f"experts: {count} stacks in {name}, of which one at a time is dense" for name, count in formats.items()]
+    notes = [
+        f"experts: {count} stacks in {name}, of which one at a time is dense"
+        for name, count in formats.items()
+        if count
+    ]
     if four_bits and dense:
         size = sum(weight.nbytes for weight in dense) / 2**30
         notes.append(
@@ -144,7 +169,7 @@ def notes_on_stacks(backbone: nn.Module, *, four_bits: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _check(stack: Stack) -> None:
+def _check(stack: Stack, quant_type: QuantType) -> None:
     """Raise a PatchError if a stack can't be quantised."""
     weight, what = stack.weight, f"{stack.name} of a {type(stack.block).__name__}"
     if weight is None:
@@ -157,7 +182,12 @@ def _check(stack: Stack) -> None:
             f"{what} can't be quantised: {reason or f'it has {weight.dtype} weights'}. Quantise a model whose weights "
             "are whole and dense, before it is sharded or offloaded. Nothing was changed."
         )
-    if weight.numel() >= LARGEST:
+    if quant_type == "mxfp4" and weight.shape[_inner_dimension(stack)] % BLOCK_MXFP4:
+        raise PatchError(
+            f"{what} has an inner dimension of {weight.shape[_inner_dimension(stack)]}, and MXFP4 needs a multiple of "
+            f"{BLOCK_MXFP4}: pass quant_type='nf4'. Nothing was changed."
+        )
+    if quant_type != "mxfp4" and weight.numel() >= LARGEST:
         raise PatchError(
             f"{what} has {weight.numel():,} weights, and bitsandbytes can't quantise {LARGEST:,} or more at once. "
             "Train this model dense, or sharded. Nothing was changed."
@@ -166,12 +196,23 @@ def _check(stack: Stack) -> None:
 
 def _quantize(stack: Stack, quant_type: QuantType, double_quant: bool, compute_dtype: torch.dtype | None) -> None:
     """Quantise one stack in place."""
-    from bitsandbytes.functional import quantize_4bit
-
     assert stack.weight is not None
-    packed, state = quantize_4bit(
-        stack.weight.detach().contiguous(), blocksize=BLOCK, quant_type=quant_type, compress_statistics=double_quant
-    )
-    stack_format = FourBitFormat(state, compute_dtype or stack.weight.dtype)
+    dense, dtype = stack.weight.detach(), compute_dtype or stack.weight.dtype
+    stack_format: StackFormat
+    if quant_type == "mxfp4":
+        transposed = stack.spec.transposed
+        packed, scales = quantize_mxfp4(dense.mT if transposed else dense)
+        stack_format = Mxfp4Format.of(scales, transposed=transposed, dtype=dtype)
+    else:
+        from bitsandbytes.functional import quantize_4bit
+
+        packed, state = quantize_4bit(
+            dense.contiguous(), blocksize=BLOCK, quant_type=quant_type, compress_statistics=double_quant
+        )
+        stack_format = FourBitFormat(state, dtype)
     stack.block._parameters[stack.name] = QuantizedStack(packed, stack_format)
     save_by_hooks(stack.block)
+
+
+def _inner_dimension(stack: Stack) -> int:
+    return 1 if stack.spec.transposed else 2
