@@ -10,6 +10,7 @@ from dataclasses import replace
 from fastpack.families.shared_specs import (
     AFMOE_ATTENTION,
     AFMOE_LAYER,
+    ARIA_EXPERTS,
     COHERE,
     COHERE2_ATTENTION,
     DEEPSEEK_V3_ATTENTION,
@@ -145,7 +146,6 @@ FAST_FAMILIES: tuple[Family, ...] = (
         DecoderLayer=AFMOE_LAYER,
         router="TokenChoiceRouter",
     ),
-    _fast("aria_text", "AriaText", MIXTRAL, Experts=None, ForCausalLM=None, package="aria", router="TopKRouter"),
     _fast("arcee", "Arcee", MLP=None),
     _fast("apertus", "Apertus", Attention=GLM4_MOE_ATTENTION, MLP=None, DecoderLayer=None),
     _fast(
@@ -241,6 +241,16 @@ FAST_FAMILIES: tuple[Family, ...] = (
     _fast("vaultgemma", "VaultGemma", GEMMA2, DecoderLayer=None),
     _fast("youtu", "Youtu", Attention=DEEPSEEK_V3_ATTENTION),
     # the text models of vision-language models
+    _vision(
+        "aria_text",
+        "Aria",
+        "aria",
+        router="TextTopKRouter",
+        TextAttention=LLAMA_ATTENTION,
+        TextRMSNorm=LLAMA_NORM,
+        TextDecoderLayer=LLAMA_LAYER,
+        Experts=ARIA_EXPERTS,
+    ),
     _vision(
         "ernie4_5_vl_moe_text",  # its layer tells its experts which tokens are of images
         "Ernie4_5_VLMoe",

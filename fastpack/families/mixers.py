@@ -9,8 +9,10 @@ that count positions.
 from dataclasses import replace
 
 from fastpack.families.shared_specs import (
+    DEEPSEEK_V4_EXPERTS,
     FALCON_H1_ATTENTION,
     GEMMA_NORM,
+    GLM5_EXPERTS,
     GRANITE_MOE_HEAD,
     GRANITE_MOE_MLP,
     LFM2_ATTENTION,
@@ -20,14 +22,18 @@ from fastpack.families.shared_specs import (
     LLAMA_MLP,
     LLAMA_NORM,
     LLAMA_PARTS,
+    MINIMAX_M3_EXPERTS,
     MISTRAL_ATTENTION,
+    MIXTRAL_EXPERTS,
     MIXTRAL_HEAD,
+    MIXTRAL_PARTS,
+    NEMOTRON_EXPERTS,
     OLMO2_ATTENTION,
     OLMO2_LAYER,
     OLMO2_NORM,
     QWEN3_ATTENTION,
     QWEN3_NEXT,
-    like,
+    QWEN3_NEXT_MOE,
     named,
 )
 from fastpack.families.spec import Family, MixerSpec
@@ -89,7 +95,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "BailingHybridModel",
         ("BailingHybridAttention",),
         mixers={"BailingHybridDeltaAttention": _KDA},
-        fast=named("BailingHybrid", **LLAMA_PARTS),
+        fast=named("BailingHybrid", **MIXTRAL_PARTS),
     ),
     Family(
         "bamba",
@@ -119,7 +125,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "Glm5NextTextAttention": MixerSpec("real", carried="prev_topk_indices"),
             "Glm5NextTextLinearAttention": _KDA,
         },
-        fast=named("Glm5NextText", RMSNorm=LLAMA_NORM),  # its MLP clamps
+        fast=named("Glm5NextText", RMSNorm=LLAMA_NORM, Experts=GLM5_EXPERTS),  # its MLP clamps
         routers=("Glm5NextTextTopkRouter",),
     ),
     Family(
@@ -132,6 +138,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             Attention=LLAMA_ATTENTION,
             RMSNorm=LLAMA_NORM,
             MLP=GRANITE_MOE_MLP,
+            Experts=MIXTRAL_EXPERTS,
             ForCausalLM=GRANITE_MOE_HEAD,
         ),
     ),
@@ -140,21 +147,28 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "JambaModel",
         ("JambaAttention",),
         mixers={"JambaMambaMixer": _STOCK},
-        fast=named("Jamba", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LLAMA_MLP, ForCausalLM=MIXTRAL_HEAD),
+        fast=named("Jamba", **MIXTRAL_PARTS, Attention=LLAMA_ATTENTION, ForCausalLM=MIXTRAL_HEAD),
     ),
     Family(
         "kimi_linear",
         "KimiLinearModel",
         ("KimiLinearAttention",),
         mixers={"KimiLinearDeltaAttention": _KDA},
-        fast=named("KimiLinear", **LLAMA_PARTS),
+        fast=named("KimiLinear", **MIXTRAL_PARTS),
     ),
     Family(
         "lara_mini",
         "LaraMiniModel",
         ("LaraMiniAttention",),
         mixers={"LaraMiniGatedDeltaNet": _DELTA},
-        fast=named("LaraMini", Attention=QWEN3_ATTENTION, RMSNorm=OLMO2_NORM, MLP=LLAMA_MLP, ForCausalLM=MIXTRAL_HEAD),
+        fast=named(
+            "LaraMini",
+            Attention=QWEN3_ATTENTION,
+            RMSNorm=OLMO2_NORM,
+            MLP=LLAMA_MLP,
+            Experts=MIXTRAL_EXPERTS,
+            ForCausalLM=MIXTRAL_HEAD,
+        ),
     ),
     Family(
         "lfm2",
@@ -168,7 +182,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "Lfm2MoeModel",
         ("Lfm2MoeAttention",),
         mixers={"Lfm2MoeShortConv": _CONV},
-        fast=named("Lfm2Moe", Attention=LFM2_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LFM2_MLP),
+        fast=named("Lfm2Moe", Attention=LFM2_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LFM2_MLP, Experts=MIXTRAL_EXPERTS),
     ),
     Family(
         "lfm3",
@@ -184,14 +198,14 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "MiniMaxModel",
         ("MiniMaxAttention",),
         mixers={"MiniMaxLightningAttention": MixerSpec(states=1)},
-        fast=named("MiniMax", Attention=MISTRAL_ATTENTION, RMSNorm=LLAMA_NORM),
+        fast=named("MiniMax", Attention=MISTRAL_ATTENTION, RMSNorm=LLAMA_NORM, Experts=MIXTRAL_EXPERTS),
     ),
     Family(
         "nemotron_h",
         "NemotronHModel",
         ("NemotronHAttention",),
         mixers={"NemotronHMamba2Mixer": _SSD},
-        fast=named("NemotronH", Attention=LLAMA_ATTENTION, RMSNorm=OLMO2_NORM),
+        fast=named("NemotronH", Attention=LLAMA_ATTENTION, RMSNorm=OLMO2_NORM, Experts=NEMOTRON_EXPERTS),
         earlier=named("NemotronH", RMSNorm=LLAMA_NORM),
     ),
     Family(
@@ -222,14 +236,14 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         ("Qwen3_5MoeAttention",),
         package="qwen3_5_moe",
         mixers={"Qwen3_5MoeGatedDeltaNet": _DELTA},
-        fast=named("Qwen3_5Moe", **like(QWEN3_NEXT, ForCausalLM=MIXTRAL_HEAD)),
+        fast=named("Qwen3_5Moe", **QWEN3_NEXT_MOE),
     ),
     Family(
         "qwen3_next",
         "Qwen3NextModel",
         ("Qwen3NextAttention",),
         mixers={"Qwen3NextGatedDeltaNet": _DELTA},
-        fast=named("Qwen3Next", **like(QWEN3_NEXT, ForCausalLM=MIXTRAL_HEAD)),
+        fast=named("Qwen3Next", **QWEN3_NEXT_MOE),
     ),
     Family(
         "recurrent_gemma",
@@ -256,32 +270,33 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         fast=named("Zamba2", RMSNorm=LLAMA_NORM),
     ),
     # attention that picks its keys, or has a window or chunks only in its mask
-    Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=named("AXK2", **LLAMA_PARTS)),
+    Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=named("AXK2", **MIXTRAL_PARTS)),
     Family(
         "deepseek_v32",
         "DeepseekV32Model",
         mixers={"DeepseekV32Attention": _MASKED},
-        fast=named("DeepseekV32", **LLAMA_PARTS),
+        fast=named("DeepseekV32", **MIXTRAL_PARTS),
     ),
     Family(
         "deepseek_v4",
         "DeepseekV4Model",
         mixers={"DeepseekV4Attention": MixerSpec("added", window="sliding_window", in_every_layer=True)},
+        fast=named("DeepseekV4", Experts=DEEPSEEK_V4_EXPERTS),
     ),
     Family(
         "glm_moe_dsa",
         "GlmMoeDsaModel",
         mixers={"GlmMoeDsaAttention": _TOP_KEYS},
-        fast=named("GlmMoeDsa", **LLAMA_PARTS),
+        fast=named("GlmMoeDsa", **MIXTRAL_PARTS),
         since=((5, 11), "attends to later tokens if it gets no mask"),
     ),
-    Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": _TOP_KEYS}),
+    Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": _TOP_KEYS}, fast=named("HYV4", Experts=GLM5_EXPERTS)),
     Family(
         "hy_v4_vl_text",
         "HYV4VLTextModel",
         package="hy_v4_vl",
         mixers={"HYV4VLAttention": _TOP_KEYS},
-        fast=named("HYV4VL", **LLAMA_PARTS),
+        fast=named("HYV4VL", **LLAMA_PARTS, Experts=GLM5_EXPERTS),
         routers=("HYV4VLTopkRouter",),
     ),
     Family(
@@ -297,6 +312,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "Dots3NoteTextModel",
         package="dots3_note",
         mixers={"Dots3NoteTextAttention": MixerSpec("added", window="sliding_window")},
+        fast=named("Dots3Note", Experts=MIXTRAL_EXPERTS),
     ),
     Family(
         "llama4_text",
@@ -309,7 +325,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "MiniMaxM3VLTextModel",
         package="minimax_m3_vl",
         mixers={"MiniMaxM3VLAttention": _MASKED},
-        fast=named("MiniMaxM3VL", RMSNorm=GEMMA_NORM),
+        fast=named("MiniMaxM3VL", RMSNorm=GEMMA_NORM, Experts=MINIMAX_M3_EXPERTS),
     ),
     Family(
         "mistral_large4_text",
@@ -317,7 +333,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         package="mistral_large4",
         mixers={"MistralLarge4TextAttention": replace(_TOP_KEYS, shared="shared_kv_states")},
         shares_states=True,
-        fast=named("MistralLarge4", RMSNorm=LLAMA_NORM, TextMLP=LLAMA_MLP),
+        fast=named("MistralLarge4", RMSNorm=LLAMA_NORM, TextMLP=LLAMA_MLP, TextExperts=MIXTRAL_EXPERTS),
         routers=("MistralLarge4TextTopkRouter",),
     ),
     # attention of the family's own

@@ -5,6 +5,7 @@ attend in both directions, or mix tokens outside of any module that could be wra
 model for images or audio, and get text only.
 """
 
+from fastpack.families.shared_specs import MIXTRAL_EXPERTS, named
 from fastpack.families.spec import Family
 
 REPADDED_FAMILIES: tuple[Family, ...] = (
@@ -14,10 +15,22 @@ REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("git", "GitModel", repadded=True),
     Family("inkling2_loop_text", "Inkling2LoopTextModel", package="inkling2_loop", repadded=True),
     Family("inkling2_text", "Inkling2TextModel", package="inkling2", repadded=True),
-    Family("inkling_text", "InklingTextModel", package="inkling", repadded=True),
+    Family(
+        "inkling_text",
+        "InklingTextModel",
+        package="inkling",
+        repadded=True,
+        fast=named("Inkling", Experts=MIXTRAL_EXPERTS),
+    ),
     Family("mllama", "MllamaTextModel", repadded=True),
     Family("moss_transcribe_diarize", "MossTranscribeDiarizeModel", repadded=True),
-    Family("qwen4_exp_text", "Qwen4ExpTextModel", package="qwen4_exp", repadded=True),
+    Family(
+        "qwen4_exp_text",
+        "Qwen4ExpTextModel",
+        package="qwen4_exp",
+        repadded=True,
+        fast=named("Qwen4ExpText", Experts=MIXTRAL_EXPERTS),
+    ),
     Family("xlm", "XLMModel", repadded=True, unshifted="XLMWithLMHeadModel", row_arguments=("lengths",)),
     Family(
         "xlnet",
@@ -27,5 +40,5 @@ REPADDED_FAMILIES: tuple[Family, ...] = (
         row_arguments=("perm_mask", "input_mask"),
         disabled_caches=("use_mems",),
     ),
-    Family("zaya", "ZayaModel", repadded=True),
+    Family("zaya", "ZayaModel", repadded=True, fast=named("Zaya", Experts=MIXTRAL_EXPERTS)),
 )

@@ -159,10 +159,13 @@ LLAMA: dict[str, Spec] = {
 }
 LLAMA_PARTS: dict[str, Spec] = {"RMSNorm": LLAMA_NORM, "MLP": LLAMA_MLP}
 """For families with attention and decoder layers of their own."""
+MIXTRAL_PARTS: dict[str, Spec] = {**LLAMA_PARTS, "Experts": MIXTRAL_EXPERTS}
+"""For such families that have experts."""
 MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
 """For families of experts without an MLP."""
 GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)
 QWEN3_NEXT = like(LLAMA, Attention=QWEN3_NEXT_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=None)
+QWEN3_NEXT_MOE = like(QWEN3_NEXT, Experts=MIXTRAL_EXPERTS, ForCausalLM=MIXTRAL_HEAD)
 COHERE = like(
     LLAMA,
     Attention=COHERE_ATTENTION,

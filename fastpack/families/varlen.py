@@ -20,15 +20,22 @@ from fastpack.families.shared_specs import (
     LLAMA_MLP,
     LLAMA_NORM,
     LLAMA_PARTS,
+    MIXTRAL_EXPERTS,
+    MIXTRAL_PARTS,
     OLMO2_NORM,
+    like,
     named,
 )
 from fastpack.families.spec import BlockSpec, Family
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
-    Family("axk1", "AXK1Model", ("AXK1Attention",), fast=named("AXK1", **LLAMA_PARTS), routers=("AXK1TopkRouter",)),
+    Family("axk1", "AXK1Model", ("AXK1Attention",), fast=named("AXK1", **MIXTRAL_PARTS), routers=("AXK1TopkRouter",)),
     Family(
-        "beam", "BeamModel", ("BeamAttention",), fast=named("Beam", RMSNorm=OLMO2_NORM), routers=("BeamTopKRouter",)
+        "beam",
+        "BeamModel",
+        ("BeamAttention",),
+        fast=named("Beam", RMSNorm=OLMO2_NORM, Experts=MIXTRAL_EXPERTS),
+        routers=("BeamTopKRouter",),
     ),
     Family("biogpt", "BioGptModel", ("BioGptAttention",)),
     Family("bitnet", "BitNetModel", ("BitNetAttention",), fast=named("BitNet", RMSNorm=LLAMA_NORM)),
@@ -43,7 +50,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "cohere2_moe",
         "Cohere2MoeModel",
         ("Cohere2MoeAttention",),
-        fast=named("Cohere2Moe", RMSNorm=LLAMA_NORM, LayerNorm=COHERE_NORM, MLP=LLAMA_MLP),
+        fast=named("Cohere2Moe", **MIXTRAL_PARTS, LayerNorm=COHERE_NORM),
         routers=("Cohere2MoeTopKRouter",),
     ),
     Family(
@@ -66,7 +73,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "deepseek_v2",
         "DeepseekV2Model",
         ("DeepseekV2Attention",),
-        fast=named("DeepseekV2", **LLAMA_PARTS),
+        fast=named("DeepseekV2", **MIXTRAL_PARTS),
         routers=("DeepseekV2TopkRouter",),
     ),
     Family(
@@ -81,7 +88,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "flint",
         "FlintModel",
         ("FlintAttention",),
-        fast=named("Flint", RMSNorm=OLMO2_NORM, MLP=LLAMA_MLP),
+        fast=named("Flint", **like(MIXTRAL_PARTS, RMSNorm=OLMO2_NORM)),
         routers=("FlintTopKRouter",),
     ),
     Family("gpt2", "GPT2Model", ("GPT2Attention",)),
@@ -105,7 +112,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "laguna",
         "LagunaModel",
         ("LagunaAttention",),
-        fast=named("Laguna", **LLAMA_PARTS),
+        fast=named("Laguna", **MIXTRAL_PARTS),
         routers=("LagunaTopKRouter",),
     ),
     Family(
@@ -120,7 +127,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "mimo_v2_flash",
         "MiMoV2FlashModel",
         ("MiMoV2FlashAttention",),
-        fast=named("MiMoV2Flash", **LLAMA_PARTS),
+        fast=named("MiMoV2Flash", **MIXTRAL_PARTS),
         routers=("MiMoV2FlashTopkRouter",),
     ),
     Family("minicpm3", "MiniCPM3Model", ("MiniCPM3Attention",), fast=named("MiniCPM3", **LLAMA_PARTS)),
@@ -138,7 +145,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     Family("nanochat", "NanoChatModel", ("NanoChatAttention",)),
     Family("olmo", "OlmoModel", ("OlmoAttention",), fast=named("Olmo", MLP=LLAMA_MLP)),
     Family(
-        "olmoe", "OlmoeModel", ("OlmoeAttention",), fast=named("Olmoe", **LLAMA_PARTS), routers=("OlmoeTopKRouter",)
+        "olmoe", "OlmoeModel", ("OlmoeAttention",), fast=named("Olmoe", **MIXTRAL_PARTS), routers=("OlmoeTopKRouter",)
     ),
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),
