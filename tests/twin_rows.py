@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from fastpack.exactness.family_settings import GEMMA4_EXPERTS
+
 SeenBy = Literal["float32", "dropout", "bfloat16", "windows", "fails", "rounding", "no effect"]
 """The check that notices the change: an error in float32, an error with dropout, other bits in bfloat16, windows that
 are not the config's, or an exception. Two changes are not noticed: a different rounding that the rule of exactness
@@ -29,12 +31,14 @@ class Wrong(NamedTuple):
 
 
 ATTENTION, NORM, MLP, LAYER, HEAD = "Attention", "RMSNorm", "MLP", "DecoderLayer", "ForCausalLM"
+EXPERTS = "Experts"
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 8.0},
     "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8.0},
     "cohere2": {"logit_scale": 0.25},
     "falcon_h1": {"key_multiplier": 0.5},
+    "gemma4_text": GEMMA4_EXPERTS,
 }
 """Settings of the user's config, where the family's defaults have no effect."""
 
@@ -167,6 +171,34 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("seed_oss", MLP, {"out_dropout": None}, "dropout"),
     Wrong("hunyuan_v1_dense", ATTENTION, {"qk_norm": "head"}, "float32"),
     Wrong("mixtral", HEAD, {"balanced": False}, "float32"),
+    # experts: the plain form, then others
+    Wrong("mixtral", EXPERTS, {"inner": "down_proj"}, "fails"),
+    Wrong("mixtral", EXPERTS, {"down": "gate_up_proj"}, "fails"),
+    Wrong("mixtral", EXPERTS, {"transposed": True}, "fails"),
+    Wrong("mixtral", EXPERTS, {"bias": True}, "fails"),
+    Wrong("mixtral", EXPERTS, {"columns": "interleaved"}, "float32"),
+    Wrong("mixtral", EXPERTS, {"columns": "plain"}, "fails"),
+    Wrong("mixtral", EXPERTS, {"activation": None}, "no effect"),
+    Wrong("mixtral", EXPERTS, {"alpha": "num_experts"}, "float32"),
+    Wrong("mixtral", EXPERTS, {"limit": "num_experts"}, "float32"),
+    Wrong("mixtral", EXPERTS, {"offset": 1.0}, "float32"),
+    Wrong("mixtral", EXPERTS, {"clamps_after": True}, "no effect"),
+    Wrong("gpt_oss", EXPERTS, {"transposed": False}, "fails"),
+    Wrong("gpt_oss", EXPERTS, {"bias": False}, "no effect"),
+    Wrong("gpt_oss", EXPERTS, {"columns": "halves"}, "float32"),
+    Wrong("gpt_oss", EXPERTS, {"alpha": None}, "float32"),
+    Wrong("gpt_oss", EXPERTS, {"limit": None}, "float32"),
+    Wrong("gpt_oss", EXPERTS, {"offset": 0.0}, "float32"),
+    Wrong("gpt_oss", EXPERTS, {"clamps_after": True}, "float32"),
+    Wrong("step3p5", EXPERTS, {"limit": None}, "float32"),
+    Wrong("step3p5", EXPERTS, {"clamps_after": False}, "float32"),
+    Wrong("minimax_m3_vl_text", EXPERTS, {"alpha": None}, "float32"),
+    Wrong("deepseek_v4", EXPERTS, {"limit": None}, "float32"),
+    Wrong("glm5_next_text", EXPERTS, {"limit": None}, "float32"),
+    Wrong("nemotron_h", EXPERTS, {"columns": "halves"}, "fails"),
+    Wrong("nemotron_h", EXPERTS, {"activation": None}, "float32"),
+    Wrong("aria_text", EXPERTS, {"transposed": False}, "fails"),
+    Wrong("gemma4_text", EXPERTS, {"activation": None}, "float32"),
     Wrong("falcon_h1", ATTENTION, {"key_scale": None}, "float32"),
     Wrong("qwen3_next", ATTENTION, {"gated": False}, "fails"),
     Wrong("lfm2", ATTENTION, {"norms": ("q_norm", "k_norm")}, "float32"),
@@ -183,4 +215,4 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("mistral", "", {"mask_window": "sliding_window"}, "no effect"),
     Wrong("llama", "", {"mask_window": "max_position_embeddings"}, "fails"),
 )
-"""On 20 families, of every field of every spec that fast rows have."""
+"""On some 30 families, of every field of every spec that fast rows have."""

@@ -78,6 +78,7 @@ def build_twin(
     """
     small = shrink(config, **settings)
     small._attn_implementation = "eager"  # the family's own function, which honours all of its arguments
+    small._experts_implementation = None  # by name, the user may have chosen one that runs instead of a fast forward
     for each in _with_parts(small):
         each.dtype = dtype
         for name, value in vars(each).items():

@@ -19,6 +19,7 @@ from text_models import text_model
 from torch import nn
 from transformers import Qwen2Config
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from twin_rows import CONFIGS, WRONG, Wrong
 
@@ -32,7 +33,7 @@ from fastpack.exactness.twins import apart, build_twin, distinct_sequences
 from fastpack.families import lock
 from fastpack.families.registry import FAMILIES
 from fastpack.families.shared_specs import LLAMA_MLP
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, ExpertsSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.model.unwrap import find_parts
 from fastpack.patching import plan
 from fastpack.patching.support import covered_family
@@ -53,6 +54,9 @@ BY_DEFAULT = (
     "phi3 DecoderLayer dropouts=None",
     "granite DecoderLayer residual_scale=None",
     "phimoe family mask_window=None",
+    "mixtral Experts columns=interleaved",
+    "gpt_oss Experts limit=None",
+    "step3p5 Experts clamps_after=False",
 )
 RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phimoe", "diffllama", "gemma4_text")
 
@@ -165,7 +169,7 @@ def test_every_field_of_every_spec_is_tried() -> None:
         specs = FAMILIES[wrong.family].fast
         spec = next((spec for name, spec in specs.items() if wrong.cls and name.endswith(wrong.cls)), None)
         tried.setdefault(type(spec), set()).update(wrong.changed)
-    kinds = (*typing.get_args(AnyAttentionSpec), NormSpec, MlpSpec, DecoderSpec, HeadSpec)
+    kinds = (*typing.get_args(AnyAttentionSpec), NormSpec, MlpSpec, ExpertsSpec, DecoderSpec, HeadSpec)
     assert {kind: {each.name for each in fields(kind)} - tried.get(kind, set()) for kind in kinds} == {
         kind: set() for kind in kinds
     }
@@ -234,9 +238,29 @@ def rewritten_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> An
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def as_in_its_file(forward: Any) -> Any:
+def experts_in_a_loop(self: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+    result = torch.zeros_like(hidden_states)
+    for expert in range(self.num_experts):
+        gate, up = (hidden_states @ self.gate_up_proj[expert].t()).chunk(2, dim=-1)
+        y = (self.act_fn(gate) * up) @ self.down_proj[expert].t()
+        result = result + y * (weights * (index == expert)).sum(1, keepdim=True).to(y.dtype)
+    return result
+
+
+def experts_of_weighted_inputs(
+    self: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> Any:
+    result = torch.zeros_like(hidden_states)
+    for expert in range(self.num_experts):
+        x = hidden_states * (weights * (index == expert)).sum(1, keepdim=True).to(hidden_states.dtype)
+        gate, up = (x @ self.gate_up_proj[expert].t()).chunk(2, dim=-1)
+        result = result + (self.act_fn(gate) * up) @ self.down_proj[expert].t()
+    return result
+
+
+def as_in_its_file(forward: Any, file: Any = modeling_llama) -> Any:
     """Return a forward as if upstream's file had been edited: its globals are that file's."""
-    return type(forward)(forward.__code__, vars(modeling_llama), "forward")
+    return type(forward)(forward.__code__, vars(file), "forward")
 
 
 EDITED: tuple[tuple[str, Any, str], ...] = (
@@ -260,8 +284,37 @@ def test_a_hand_edited_class(name: str, forward: Any, seen_by: str, monkeypatch:
     assert seen_by in result
 
 
+@pytest.mark.parametrize(("forward", "seen_by"), [(experts_in_a_loop, ""), (experts_of_weighted_inputs, "in float32")])
+def test_hand_edited_experts(forward: Any, seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_mixtral.MixtralExperts, "forward", as_in_its_file(forward, modeling_mixtral))
+    backbone, family, specs = rows(build_tiny("mixtral"))
+    result = match_by_twin(backbone, family, {"MixtralExperts": specs["MixtralExperts"]})["MixtralExperts"]
+    assert (result == "") is (seen_by == "")
+    assert seen_by in result
+
+
+@pytest.mark.parametrize("changed", [{}, {"columns": "interleaved"}])
+def test_experts_that_the_user_chose_by_name_are_tried(changed: dict[str, Any]) -> None:
+    """The user's own model keeps the implementation that was chosen."""
+    model = build_tiny("mixtral")
+    model.set_experts_implementation("eager")
+    backbone, family, specs = rows(model)
+    wrong = replace(specs["MixtralExperts"], **changed)
+    result = match_by_twin(backbone, family, {"MixtralExperts": wrong})["MixtralExperts"]
+    assert (result == "") is (changed == {})
+    assert model.config._experts_implementation == "eager"
+    report = fastpack.report(fastpack.patch(model))
+    assert "experts" not in report.swapped
+    assert ("MixtralExperts", "experts_implementation='eager' was chosen by name, and runs") in report.skipped
+
+
 @pytest.mark.parametrize(
-    ("name", "function"), [("LlamaAttention", "attention_forward"), ("LlamaDecoderLayer", "decoder_forward")]
+    ("name", "function"),
+    [
+        ("LlamaAttention", "attention_forward"),
+        ("LlamaDecoderLayer", "decoder_forward"),
+        ("MixtralExperts", "experts_forward"),
+    ],
 )
 def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the rule: results with five bits, where bfloat16 has eight, are rejected."""
@@ -276,7 +329,8 @@ def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, mo
 
     forwards = tuple((spec, coarse if forward is ours else forward) for spec, forward in plan.FAST)
     monkeypatch.setattr(plan, "FAST", forwards)
-    backbone, family, specs = llama()
+    monkeypatch.setattr(plan, function, coarse)
+    backbone, family, specs = rows(build_tiny("mixtral" if name.startswith("Mixtral") else "llama"))
     assert "in bfloat16" in match_by_twin(backbone, family, {name: specs[name]})[name]
 
 
