@@ -2,7 +2,7 @@
 
 Their modules mix tokens in a way that depends on the row's length (LSH and block-sparse attention, permutations),
 attend in both directions, or mix tokens outside of any module that could be wrapped. Other families are parts of a
-model for images or audio, and get text only.
+model for images or audio, and get text only. Blocks of experts that have a spec are fast.
 """
 
 from fastpack.families.shared_specs import MIXTRAL_EXPERTS, named

@@ -1,6 +1,6 @@
 """Families of the varlen tier: their attention goes through :mod:`fastpack.attention_dispatch` in its stock forward.
 
-Norms and MLPs that have a spec are fast, and the rest is stock.
+Norms, MLPs and blocks of experts that have a spec are fast, and the rest is stock.
 
 A family belongs here if it meets all of these conditions. They were checked in the family's source, and tests compare
 packed batches with each sequence alone (``tests/families``):

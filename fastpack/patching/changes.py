@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,15 @@ class Attribute:
 
 Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
 """One change of a module."""
+
+
+def forward_replacement(
+    module: nn.Module, function: Callable[..., Any], spec: object, runtime: object
+) -> Replacement[Any, Any]:
+    """Return a replacement of a module's forward."""
+    # under this name accelerate keeps the forward that its hooks wrap
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+    return Replacement(module, name, function, spec, runtime)
 
 
 def restore_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:

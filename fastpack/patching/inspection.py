@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from fastpack.layers.experts import innermost, read_experts
 from fastpack.layers.liger import count_unknown
 from fastpack.layers.read_projection import count_opaque, count_projections, not_isolated
 from fastpack.layers.rope_tables import unserved
@@ -14,6 +13,7 @@ from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails
 from fastpack.model.unwrap import find_parts, models_of, wrapper_chain
 from fastpack.patching.changes import QUANTIZER, Attribute, count_drop_ins, unfused
+from fastpack.patching.experts import experts_as_they_are
 from fastpack.patching.quantize import notes_on_stacks
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, state_of, trainer_record
@@ -51,7 +51,7 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         notes += ("transformers' quantizer says that MXFP4 can't be trained: while patched, this model's says it can",)
     notes += notes_on_stacks(backbone, four_bits=any("4-bit" in kind for kind in projections))
     skipped = planned.skipped + mixing.unknown_modules() + unserved(backbone)
-    skipped += unfused(backbone, state.changes) + _experts_as_they_are(state)
+    skipped += unfused(backbone, state.changes) + experts_as_they_are(state)
     replaced = None if head is None else replaced_forward(head)
     if replaced is not None:
         skipped += ((type(head).__name__, f"its class's forward is {replaced}, which runs around a patched backbone"),)
@@ -70,17 +70,6 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         skipped=skipped,
         notes=notes,
     )
-
-
-def _experts_as_they_are(state: PatchState) -> tuple[tuple[str, str], ...]:
-    """Return the classes of experts whose weights or adapters can't be read now, and why."""
-    reasons: dict[tuple[str, str], None] = {}
-    for place in state.runtime.user_changes.experts:
-        ours = place.replacement
-        operands = read_experts(place.parent._modules.get(place.name) or ours.owner, ours.spec, at_rest=True)
-        if isinstance(operands, str):
-            reasons[type(innermost(ours.owner)).__name__, f"{operands}: the stock forward runs"] = None
-    return tuple(reasons)
 
 
 def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:

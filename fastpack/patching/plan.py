@@ -26,8 +26,8 @@ from fastpack.families.spec import (
 )
 from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
-from fastpack.layers.experts import ExpertsPlace, chosen_by_name, experts_forward, places_of
-from fastpack.layers.liger import spec_of, stands_for
+from fastpack.layers.experts import experts_forward
+from fastpack.layers.liger import spec_of
 from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.mxfp4_experts import mxfp4_forward
@@ -47,7 +47,8 @@ from fastpack.model.unwrap import Parts, find_parts, refuse_captured_forward, re
 from fastpack.packing.context import PackingContext
 from fastpack.packing.two_way import TwoWay
 from fastpack.patching.backend_choice import attention_shape, notes_on_blocks, serving_backends, with_blocks
-from fastpack.patching.changes import Attribute
+from fastpack.patching.changes import Attribute, forward_replacement
+from fastpack.patching.experts import plan_experts
 from fastpack.patching.head_choice import head_kind, head_loss
 from fastpack.patching.match import Match, settle
 from fastpack.patching.mxfp4_plan import quantizers, readable_mxfp4
@@ -55,15 +56,15 @@ from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
     Skipped,
+    is_replaced,
     own_class,
     recognise,
-    replaced_on_instance,
     with_mask_window,
 )
 from fastpack.patching.report import PatchReport
 from fastpack.patching.support import has_blocks, marks_both_ways, refuse_two_ways
 from fastpack.patching.token_mixers import Mixing
-from fastpack.utils.classes import mentions, shadowed
+from fastpack.utils.classes import mentions
 from fastpack.utils.replacement import PreHook, Replacement
 
 GENERATE = "generate"
@@ -153,11 +154,13 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     refuse_misplaced(backbone, mixing_specs, mask_maker(parts.composite))
     refuse_two_ways(parts, own, attentions, specs)
     inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
-    places, by_name = _plan_experts(recognised, runtime.layers)
+    places, others = plan_experts(recognised, runtime.layers)
     runtime.user_changes.experts.extend(places)
     inside += [place.replacement for place in places]
-    inside += [_replacement(m, mxfp4_forward, spec, runtime.layers) for m, spec in readable_mxfp4(backbone, family)]
-    skipped += by_name + _replaced_parts(recognised)
+    inside += [
+        forward_replacement(m, mxfp4_forward, spec, runtime.layers) for m, spec in readable_mxfp4(backbone, family)
+    ]
+    skipped += others + _replaced_parts(recognised)
     tables = _plan_methods(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
@@ -231,16 +234,18 @@ def _plan_model(
     parts: Parts, recognised: Recognised, runtime: ModelRuntime, options: PatchOptions
 ) -> tuple[list[Replacement[Any, Any]], Skipped]:
     """Return the replacements of the backbone and the head, and a note if the loss can't be fused."""
-    planned = [_replacement(parts.backbone, backbone_forward, recognised.family, runtime)]
+    planned = [forward_replacement(parts.backbone, backbone_forward, recognised.family, runtime)]
     if parts.composite is not None and parts.composite is not parts.head:
-        planned.append(_replacement(parts.composite, composite_forward, composite_spec(parts.composite), runtime))
+        planned.append(
+            forward_replacement(parts.composite, composite_forward, composite_spec(parts.composite), runtime)
+        )
     if runtime.sharing is not None and hasattr(type(parts.composite), GET_IMAGE_FEATURES):
         planned.append(Replacement(parts.composite, GET_IMAGE_FEATURES, image_features, None, runtime))
     if parts.head is None:
         return planned, ()
     kind = head_kind(parts.head)
     loss, reason = head_loss(parts.head, kind, options, recognised)
-    planned.append(_replacement(parts.head, head_forward, Head(kind, loss), runtime))
+    planned.append(forward_replacement(parts.head, head_forward, Head(kind, loss), runtime))
     if hasattr(type(parts.head), GENERATE):
         planned.append(Replacement(parts.head, GENERATE, generate, None, runtime))
     return planned, () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
@@ -259,16 +264,16 @@ def _plan_module(module: nn.Module, recognised: Recognised, runtime: Runtime) ->
     family = recognised.family
     own = own_class(module, family)
     mixer = family.mixers.get(own or "")
-    planned = [] if mixer is None else [_replacement(module, mixer_forward, mixer, runtime)]
+    planned = [] if mixer is None else [forward_replacement(module, mixer_forward, mixer, runtime)]
     spec = _mixing_spec(module, recognised)
     forward = next((forward for kind, forward in FAST if isinstance(spec, kind)), None)
-    if spec is None or forward is None or _is_replaced(module, spec, recognised):
+    if spec is None or forward is None or is_replaced(module, spec, recognised):
         return planned
     # a layer with accelerate's hooks keeps its forward, and calls its own modules, each of which is fast
     hooked_layer = forward is decoder_forward and hasattr(module, "_hf_hook")
     norm_without_weight = forward is norm_forward and getattr(module, "weight", None) is None
     if not (hooked_layer or norm_without_weight):
-        planned.append(_replacement(module, forward, spec, runtime))
+        planned.append(forward_replacement(module, forward, spec, runtime))
     return planned
 
 
@@ -277,37 +282,6 @@ def _mixing_spec(module: nn.Module, recognised: Recognised) -> Spec | None:
     own = own_class(module, recognised.family)
     spec = recognised.specs.get(own) if own else spec_of(module, recognised.backbone)
     return with_mask_window(module, spec, recognised.family) if isinstance(spec, AttentionSpec) else spec
-
-
-def _is_replaced(module: nn.Module, spec: Spec, recognised: Recognised) -> bool:
-    """Return whether other code has replaced a module's forward, or a method that the forward calls.
-
-    A forward that computes the same, such as Liger's, doesn't count.
-    """
-    if own_class(module, recognised.family) and shadowed(module):
-        return True
-    forward = replaced_on_instance(module)
-    return forward is not None and not stands_for(module, forward, spec, recognised.backbone)
-
-
-def _plan_experts(recognised: Recognised, runtime: Runtime) -> tuple[list[ExpertsPlace], Skipped]:
-    """Return the places of the blocks of experts that will be fast, and a note on those that the user has chosen."""
-    specs: dict[int, ExpertsSpec] = {}
-    skipped: list[tuple[str, str]] = []
-    for module in recognised.backbone.modules():
-        spec = recognised.specs.get(own_class(module, recognised.family) or "")
-        if not isinstance(spec, ExpertsSpec) or _is_replaced(module, spec, recognised):
-            continue
-        chosen = chosen_by_name(getattr(module, "config", None))
-        if chosen is None:
-            specs[id(module)] = spec
-        else:
-            skipped.append((type(module).__name__, f"experts_implementation={chosen!r} was chosen by name, and runs"))
-    places = [
-        ExpertsPlace(parent, name, _replacement(outermost, experts_forward, specs[id(block)], runtime))
-        for parent, name, outermost, block in places_of(recognised.backbone, specs)
-    ]
-    return places, tuple(skipped)
 
 
 def _replaced_parts(recognised: Recognised) -> Skipped:
@@ -319,7 +293,7 @@ def _replaced_parts(recognised: Recognised) -> Skipped:
         )
         for module in recognised.backbone.modules()
         if isinstance(spec := _mixing_spec(module, recognised), (NormSpec, MlpSpec, ExpertsSpec))
-        and _is_replaced(module, spec, recognised)
+        and is_replaced(module, spec, recognised)
     )
 
 
@@ -350,16 +324,7 @@ def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> list[Replacement[Any,
                 "length, and complex tables, which is not covered. Set another rotary type (rope_parameters of the "
                 "config), or train it unpatched. Nothing was changed."
             )
-    return [_replacement(module, rotary_forward, None, runtime) for module in modules]
-
-
-def _replacement(
-    module: nn.Module, function: Callable[..., Any], spec: object, runtime: Runtime | ModelRuntime
-) -> Replacement[Any, Any]:
-    """Return a replacement of a module's forward."""
-    # under this name accelerate keeps the forward that its hooks wrap
-    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    return Replacement(module, name, function, spec, runtime)
+    return [forward_replacement(module, rotary_forward, None, runtime) for module in modules]
 
 
 def _computed_here(

@@ -11,6 +11,7 @@ from torch import nn
 from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_spec, stock_mixing
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
+from fastpack.layers.liger import stands_for
 from fastpack.layers.read_projection import refuse_rows
 from fastpack.layers.rope_tables import unknown_tables
 from fastpack.layers.stock_attention import StockAttention
@@ -175,6 +176,17 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
 def replaced_on_instance(module: nn.Module) -> Any:
     """Return the forward that other code has set on a module, or None; accelerate's hooks don't count."""
     return None if hasattr(module, "_hf_hook") else own_forward(module)
+
+
+def is_replaced(module: nn.Module, spec: Spec, recognised: Recognised) -> bool:
+    """Return whether other code has replaced a module's forward, or a method that the forward calls.
+
+    A forward that computes the same, such as Liger's, doesn't count.
+    """
+    if own_class(module, recognised.family) and shadowed(module):
+        return True
+    forward = replaced_on_instance(module)
+    return forward is not None and not stands_for(module, forward, spec, recognised.backbone)
 
 
 def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module], Skipped]:

@@ -35,6 +35,7 @@ from fastpack.families.registry import FAMILIES
 from fastpack.families.shared_specs import LLAMA_MLP
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, ExpertsSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.model.unwrap import find_parts
+from fastpack.patching import experts as plan_of_experts
 from fastpack.patching import plan
 from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
@@ -309,16 +310,18 @@ def test_experts_that_the_user_chose_by_name_are_tried(changed: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
+    ("name", "function", "planner"),
     [
-        ("LlamaAttention", "attention_forward"),
-        ("LlamaDecoderLayer", "decoder_forward"),
-        ("MixtralExperts", "experts_forward"),
+        ("LlamaAttention", "attention_forward", plan),
+        ("LlamaDecoderLayer", "decoder_forward", plan),
+        ("MixtralExperts", "experts_forward", plan_of_experts),
     ],
 )
-def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_far_from_float32_in_bfloat16_alone(
+    name: str, function: str, planner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control of the rule: results with five bits, where bfloat16 has eight, are rejected."""
-    ours = getattr(plan, function)
+    ours = getattr(planner, function)
 
     def coarse(*args: Any, **kwargs: Any) -> Any:
         result = ours(*args, **kwargs)
@@ -329,7 +332,7 @@ def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, mo
 
     forwards = tuple((spec, coarse if forward is ours else forward) for spec, forward in plan.FAST)
     monkeypatch.setattr(plan, "FAST", forwards)
-    monkeypatch.setattr(plan, function, coarse)
+    monkeypatch.setattr(planner, function, coarse)
     backbone, family, specs = rows(build_tiny("mixtral" if name.startswith("Mixtral") else "llama"))
     assert "in bfloat16" in match_by_twin(backbone, family, {name: specs[name]})[name]
 
