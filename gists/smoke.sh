@@ -10,6 +10,7 @@
 #   bash gists/smoke.sh --all          every causal LM and image-text model of transformers: twelve to twenty minutes
 #   bash gists/smoke.sh --all --modes exact images --backends auto     only the proof: four to six minutes
 #   bash gists/smoke.sh qwen3_vl llava --modes images     these on images alone
+#   bash gists/smoke.sh mixtral gpt_oss --modes experts     with LoRA on every stack of experts
 #   bash gists/smoke.sh --all --tier fast --modes verify --backends auto --dtype bfloat16     in half precision, on a CPU
 #   bash gists/smoke.sh --help         modes, backends, processes, time limit, device, precision
 #

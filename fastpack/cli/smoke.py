@@ -58,8 +58,8 @@ MOST_USED_ON_IMAGES: tuple[str, ...] = (
 WHAT = """Build tiny models of many architectures, patch them, prove them exact, and train them for three steps.
 
 Modes: exact (compare every kind of input with each sequence alone), images (the same on rows with images, for the names
-of transformers' image-text mapping), verify (only fastpack.verify, whose bound is the model's own rounding), and
-training with TRL: plain, lora and packed."""
+of transformers' image-text mapping), experts (the same with LoRA on every stack of experts), verify (only
+fastpack.verify, whose bound is the model's own rounding), and training with TRL: plain, lora and packed."""
 FLAGS: dict[str, dict[str, Any]] = {
     "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: the families that are used most"},
     "--all": {"action": "store_true", "help": "every family of transformers' causal-LM and image-text mappings"},

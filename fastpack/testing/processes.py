@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fastpack.testing.experts import EXPERTS
 from fastpack.testing.record import Row
 from fastpack.testing.worker import TRAINED, Task, modes_of, work
 
@@ -55,7 +56,7 @@ def _context(task: Task) -> Any:
     if task.setting.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED, *(IMPORTED_TO_TRAIN if set(task.modes) & set(TRAINED) else ())])
+    context.set_forkserver_preload([*IMPORTED, *(IMPORTED_TO_TRAIN if {*task.modes} & {EXPERTS, *TRAINED} else ())])
     return context
 
 

@@ -1,7 +1,7 @@
 """Compute a family's rows in its own process, one mode after the other, and write them to a file.
 
-The model is proved exact on text and, if it is in the image-text mapping, on images; it is verified, and trained for
-three steps with TRL: whole, with LoRA, and on packed batches, patched and unpatched.
+The model is proved exact on text and, if it is in the image-text mapping, on images; with LoRA on its experts; it is
+verified, and trained for three steps with TRL: whole, with LoRA, and on packed batches, patched and unpatched.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from fastpack.families.registry import family_of
 from fastpack.families.spec import Family
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.support import too_old
+from fastpack.testing.experts import EXPERTS, expert_rows
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 from fastpack.testing.record import Row, Setting
 
 EXACT, IMAGES, VERIFY = "exact", "images", "verify"
 TRAINED = ("plain", "lora", "packed")
-MODES = (EXACT, IMAGES, VERIFY, *TRAINED)
+MODES = (EXACT, IMAGES, EXPERTS, VERIFY, *TRAINED)
 USUAL = (EXACT, IMAGES, *TRAINED)
 """The default modes; training also verifies a model first."""
 EACH = "each"
@@ -126,6 +127,9 @@ def rows(family: str, task: Task) -> Iterator[Row]:
         yield from _proved(family, VERIFY, task.setting, _backends(task.setting.build(family), task.backends), verified)
     if {EXACT, *TRAINED} & {*modes}:
         yield from text_rows(family, task)
+    if EXPERTS in modes:
+        routers = () if row is None else row.routers
+        yield from expert_rows(family, task.setting, _backends(task.setting.build(family), task.backends), routers)
     if IMAGES in modes:
         yield from image_rows(family, task)
 

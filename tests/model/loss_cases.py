@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from fastpack.model import loss as module
 
 NAIVE_BOUND = 1e-2
+BALANCED: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 TRAITS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.4},
     "gemma2": {"final_logit_softcapping": 2.0},
     "gemma3_text": {"final_logit_softcapping": 2.0},
+    "gpt_oss": BALANCED,
     "granite": {"logits_scaling": 3.0},
-    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "mixtral": BALANCED,
+    "qwen3_moe": BALANCED,
 }
 """Settings of heads besides the matmul, with values whose effect shows."""
 

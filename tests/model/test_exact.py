@@ -195,6 +195,7 @@ def test_every_output_per_token_is_repadded() -> None:
     target: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
     stock = model(**batch, **target)
     fastpack.patch(model)
+    assert fastpack.report(model).swapped["experts"] == layers(model)
     ours = model(**batch, **target)
     assert relative(ours.aux_loss, stock.aux_loss) <= FLOAT32_BOUND
     assert len(ours.hidden_states) == len(stock.hidden_states) == layers(model) + 1

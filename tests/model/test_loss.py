@@ -27,7 +27,7 @@ from oracle import (
     run_alone,
     trained_tokens,
 )
-from tiny import FAST, VOCAB, tiny_model
+from tiny import EXPERTS, FAST, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
@@ -35,6 +35,8 @@ from fastpack.model import head as causal_lm
 from fastpack.model import loss as module
 from fastpack.ops.loss import linear_cross_entropy as op
 from fastpack.packing.seqlens import PackedSeqLens
+
+STACKS = ("gate_up_proj", "down_proj")
 
 
 def alone_with_experts(model: Any, sequences: list[Tensor]) -> Result:
@@ -61,7 +63,31 @@ def test_every_fast_family(model_type: str, op_calls: Calls) -> None:
     sequences = make_sequences(VOCAB)
     alone = (alone_with_experts if "output_router_logits" in traits else run_alone)(model, sequences)
     fastpack.patch(model, loss="fused")
-    assert not fastpack.report(model).skipped
+    report = fastpack.report(model)
+    assert not report.skipped
+    assert ("experts" in report.swapped) is (model_type in EXPERTS)
+    check(model, alone, op_calls, kinds=INPUT_KINDS)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_the_balance_of_experts_with_adapters(model_type: str, op_calls: Calls) -> None:
+    """The routers train, too."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model(model_type, **TRAITS[model_type])
+    routers = [p for name, p in model.named_parameters() if "mlp.gate." in name or "mlp.router." in name]
+    get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=[f"experts.{name}" for name in STACKS]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    for router in routers:
+        router.requires_grad_()
+    alone = alone_with_experts(model, make_sequences(VOCAB))
+    assert sum("lora_" in name for name in alone.grads) == 2 * 2 * len(STACKS)
+    assert len(alone.grads) == 2 * 2 * len(STACKS) + len(routers)
+    fastpack.patch(model, loss="fused")
+    report = fastpack.report(model)
+    assert (report.swapped["experts"], report.skipped) == (2, ())
     check(model, alone, op_calls, kinds=INPUT_KINDS)
 
 
