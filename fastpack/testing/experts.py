@@ -57,9 +57,8 @@ def expert_rows(family: str, setting: Setting, backends: Sequence[str], routers:
         verification = with_control(oracle, model, oracle.prove(model))
         row = Row.of(family, EXPERTS, setting, model, verification, left_out=stock)
         if stock is None and not 0 < expected <= ran:
-            row = replace(
-                row, problem=f"{ran} blocks of experts ran fast, of {expected}, and the report doesn't say why"
-            )
+            problem = f"{ran} blocks of experts ran fast, not {expected or 'one'}, and the report doesn't say why"
+            row = replace(row, problem=problem)
         yield row
 
 
