@@ -183,6 +183,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("mixtral", EXPERTS, {"limit": "num_experts"}, "float32"),
     Wrong("mixtral", EXPERTS, {"offset": 1.0}, "float32"),
     Wrong("mixtral", EXPERTS, {"clamps_after": True}, "no effect"),
+    Wrong("mixtral", EXPERTS, {"mxfp4": "MixtralExperts"}, "no effect"),  # a twin is not quantised
     Wrong("gpt_oss", EXPERTS, {"transposed": False}, "fails"),
     Wrong("gpt_oss", EXPERTS, {"bias": False}, "no effect"),
     Wrong("gpt_oss", EXPERTS, {"columns": "halves"}, "float32"),
