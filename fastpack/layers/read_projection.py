@@ -243,8 +243,9 @@ def _base_layer(module: nn.Module) -> nn.Module | None:
 
 
 def wraps_parameter(module: nn.Module | None) -> bool:
-    """Return whether a module is PEFT's wrapper around a parameter that LoRA trains."""
-    return type(module).__name__ == "ParamWrapper" and type(module).__module__ in _PEFT_MODULES
+    """Return whether a module is PEFT's wrapper around a parameter that LoRA trains, under FSDP2's class or not."""
+    cls = type(module)
+    return cls.__name__.endswith("ParamWrapper") and any(each.__module__ in _PEFT_MODULES for each in cls.__mro__)
 
 
 def _wrapped(module: nn.Module) -> nn.Module:

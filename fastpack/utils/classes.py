@@ -65,7 +65,9 @@ def names_in(function: Any) -> tuple[str, ...]:
 
 
 def _adds_nothing(cls: type) -> bool:
-    if cls.__module__.startswith("torch.distributed."):
+    # over an abstract class, such as those of PEFT's layers, FSDP2's class is said to be of the module abc
+    placed = cls.__bases__[0] if cls.__module__ == "abc" and cls.__bases__ else cls
+    if placed.__module__.startswith("torch.distributed."):
         return True
     if cls.__module__.split(".")[0] in ("transformers", "builtins"):
         return False

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from adapter_cases import with_lora
+from expert_models import expert_model, outermost_of, with_expert_lora
 from oracle import INPUT_KINDS, Result, compare, make_sequences, run_batch, to_device, trained_tokens
 from prefix_cases import pairs, sharing
 from tiny import VOCAB, tiny_model
@@ -29,7 +30,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
-from fastpack.layers import attention, mlp, project
+from fastpack.layers import attention, experts, mlp, project
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 """Sequences dealt to the ranks in turn, which get 59 and 25 tokens: their losses are means over uneven numbers."""
@@ -48,8 +49,9 @@ class Case:
             FSDP) or None.
         feed: a kind of input, or ``naive``: sequences one after the other as if they were one.
         micro_batches: over which the gradient is accumulated before the ranks exchange it.
-        units: of FSDP2: ``layers``, or ``projections`` of them.
+        units: of FSDP2: ``layers``, ``projections`` of them, or ``experts``: these and the layers.
         lengths: of the sequences, dealt to the ranks in turn.
+        experts: whether it is a model with experts, and LoRA is on their stacks, too.
     """
 
     wrap: str
@@ -64,6 +66,7 @@ class Case:
     share_prefixes: Any = None
     units: str = "layers"
     lengths: tuple[int, ...] = LENGTHS
+    experts: bool = False
 
 
 def device() -> torch.device:
@@ -71,6 +74,9 @@ def device() -> torch.device:
 
 
 def build(case: Case) -> Any:
+    if case.experts:
+        blocks = expert_model(case.family)
+        return (with_expert_lora(blocks) if case.lora else blocks).to(device())
     settings = {"is_decoder": True} if case.family == "roformer" else {}
     attention = "sdpa" if case.family == "llama" else "eager"
     model: Any = tiny_model(case.family, attn_implementation=attention, **settings)
@@ -97,6 +103,8 @@ def units(model: Any, kind: str) -> list[nn.Module]:
     if kind == "layers":
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
         return list(max(lists, key=lambda layers: len(list(layers.modules()))))
+    if kind == "experts":
+        return [*outermost_of(model), *units(model, "layers")]
     return [module for module in model.base_model.modules() if type(module) is nn.Linear]
 
 
@@ -192,7 +200,8 @@ def counted() -> Iterator[Counter[str]]:
         return function(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for module, name in ((project, "project"), (mlp, "gated_mlp"), (attention, "attend")):
+        functions = (project, "project"), (mlp, "gated_mlp"), (attention, "attend"), (experts, "experts")
+        for module, name in functions:
             counting = functools.partial(count, name, getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, counting))
         yield result
