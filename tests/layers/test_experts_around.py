@@ -233,7 +233,8 @@ def check_half(model: Any, stock: Any, wide: Any, calls: list[Any], autocast: bo
     allowed, error = (compare_draws(results[name], results["wide"], half=True) for name in ("stock", "ours"))
     assert 1e-4 < error.logits <= 1.5 * allowed.logits
     assert 1e-4 < error.grads <= 1.5 * allowed.grads
-    assert [call[6:] for call in calls] == [(calls[0][6], torch.bfloat16, "auto")] * 2 * DRAWS
+    assert len(calls) == 2 * DRAWS
+    assert all(any(setting is torch.bfloat16 for setting in call) for call in calls)
 
 
 @pytest.mark.parametrize("build", BUILD.values(), ids=BUILD)
