@@ -115,7 +115,8 @@ def _run_mlp(
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     fast = fast_forward(mlp, mlp_forward)
     if fast is None:
-        result = mlp(x[None] if norm is None else norm(x[None]))
+        with runtime.rows.of(count):
+            result = mlp(x[None] if norm is None else norm(x[None]))
         out = (result[0] if isinstance(result, tuple) else result).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
     mlp_spec = fast.spec

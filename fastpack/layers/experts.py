@@ -75,6 +75,7 @@ def experts_forward(
         operands.gate,
         transposed=spec.transposed,
         dtype=product_dtype(hidden_states, operands.inner.dtype),
+        row_count=patched.runtime.rows.count,
         implementation=patched.runtime.kernels,
     )
     return result.view(hidden_states.shape)

@@ -1,7 +1,8 @@
 """The operands of experts: the rows of each, a matrix for each, and the gated unit between two of these.
 
 Token t's k-th choice has *slot* t K + k. A *row* is a slot's place after a stable sort by expert. Slots whose index is
-E or more belong to no expert here (another process has it); their rows come last, and no matmul computes them.
+E or more belong to no expert here (another process has it), nor do those of bucket padding. Their rows come last, and
+no matmul computes them.
 
 Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, I inner dimension, O columns.
 """
@@ -12,7 +13,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+from fastpack.ops.row_count import RowCount
 
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Columns = Literal["halves", "interleaved", "plain"]
@@ -28,6 +32,8 @@ class Routing:
         offsets: int32 ``[E]``, the end of each expert's rows.
         tiles: int32 ``[*, 2]``, the expert and the first row of each tile of a grouped matmul; for kernels only.
         tile_count: int32 ``[1]``, the number of these tiles; for kernels only.
+        row_count: the number of real tokens, for kernels only, or None if all are real. The slots of the others belong
+            to no expert.
     """
 
     index: Tensor
@@ -35,6 +41,7 @@ class Routing:
     offsets: Tensor
     tiles: Tensor | None = None
     tile_count: Tensor | None = None
+    row_count: RowCount | None = None
 
     @property
     def choices(self) -> int:
@@ -50,6 +57,13 @@ class Routing:
     def for_kernels(self) -> bool:
         """True if it was made by kernels, for kernels."""
         return self.tiles is not None
+
+    def real_slots(self) -> Tensor:
+        """Return which slots belong to an expert, bool ``[T, K]``."""
+        real = self.index < self.experts
+        if self.row_count is not None:
+            real &= (torch.arange(len(real), device=real.device) < self.row_count.rows)[:, None]
+        return real
 
     def bounds(self) -> list[tuple[int, int]]:
         """Return the first row of each expert and the row after its last; the host waits for the device."""

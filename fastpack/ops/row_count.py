@@ -5,9 +5,12 @@ Shape suffixes: T rows, K inner dimension, N columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +78,37 @@ class RowCount:
             self.kinds[kind] = len(self.kinds) + 1
             self.schedules[self.kinds[kind]].copy_(rows.pin_memory() if self.rows.is_cuda else rows, non_blocking=True)
         return self.schedules[self.kinds[kind]]
+
+
+class RowScope(threading.local):
+    """The number of real rows in the layer that runs now, for modules inside that no keyword reaches.
+
+    Each thread has its own layer. Copies share it.
+
+    Attributes:
+        count: the number, or None if all rows are real.
+    """
+
+    def __init__(self) -> None:
+        """Set up without a number, once in each thread."""
+        self.count: RowCount | None = None
+
+    def __deepcopy__(self, memo: Any) -> RowScope:
+        """Return the scope itself."""
+        return self
+
+    def __reduce__(self) -> tuple[type[RowScope], tuple[()]]:
+        """Pickle an empty scope."""
+        return RowScope, ()
+
+    @contextmanager
+    def of(self, count: RowCount | None) -> Iterator[None]:
+        """Keep this number while a part of a layer runs."""
+        before, self.count = self.count, count
+        try:
+            yield
+        finally:
+            self.count = before
 
 
 @dataclass(frozen=True, eq=False)

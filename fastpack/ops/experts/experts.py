@@ -38,6 +38,7 @@ from fastpack.ops.experts.lora_factors import pack_factors
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
+from fastpack.ops.row_count import RowCount
 from fastpack.ops.stack_formats import StackFormat
 
 NARROWEST = 16
@@ -89,6 +90,7 @@ class ExpertSettings:
         formats: the formats of the stacks of both layers, None for a dense one.
         implementation: the implementation of the ops.
         dequantize: the implementation that makes stacks dense.
+        row_count: the number of real tokens, or None if all are.
     """
 
     dtype: torch.dtype
@@ -98,6 +100,13 @@ class ExpertSettings:
     formats: tuple[StackFormat | None, StackFormat | None]
     implementation: Implementation
     dequantize: Implementation
+    row_count: RowCount | None = None
+
+    def leave_out(self, matrices: Sequence[torch.Size], choices: int) -> None:
+        """Tell the row count what this pass leaves out for each row of bucket padding."""
+        if self.row_count is not None and self.implementation == "triton":
+            self.row_count.launches += 1
+            self.row_count.work += 2 * choices * sum(shape[1] * shape[2] for shape in matrices)
 
 
 def experts(
@@ -110,6 +119,7 @@ def experts(
     *,
     transposed: bool = False,
     dtype: torch.dtype | None = None,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """Run each token through the experts that it chose.
@@ -123,6 +133,7 @@ def experts(
         gate: the gated unit between them.
         transposed: whether the weights of both layers are ``[E, I, O]``.
         dtype: the dtype of the matmuls; by default that of the weights.
+        row_count: the number of the T tokens that count, or None for all. Kernels leave the others out.
         implementation: ``auto`` runs the kernels if :func:`fastpack.ops.implementation.use_triton` allows it, and they
             support dtype and sizes. Else each expert's rows are multiplied by torch, and the host waits for their
             numbers.
@@ -149,7 +160,9 @@ def experts(
     else:
         implementation = "torch"
     formats = inner.format, down.format
-    settings = ExpertSettings(dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested)
+    settings = ExpertSettings(
+        dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested, row_count
+    )
     result: Tensor = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
     return result
 
@@ -162,7 +175,8 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, index: Tensor, weights: Tensor, settings: ExpertSettings, *tensors: Tensor | None
     ) -> Tensor:
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
-        routing = route(index, inner.count, implementation=settings.implementation)
+        routing = route(index, inner.shape[0], row_count=settings.row_count, implementation=settings.implementation)
+        settings.leave_out([inner.shape, down.shape], routing.choices)
         n = gather_rows(x.to(settings.dtype), routing)
         low = inner.shrink(n, routing)
         between = inner.forward(n, low, routing)
@@ -182,6 +196,7 @@ class _Experts(torch.autograd.Function):
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
         needs_x, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         needs_inner, needs_down = ctx.needs_input_grad[4:8], ctx.needs_input_grad[8:12]
+        settings.leave_out([inner.shape, down.shape], routing.choices)
 
         d = gather_rows(grad.to(settings.dtype), routing)
         shrunk_down = down.shrink_grad(d, routing)
@@ -198,7 +213,7 @@ class _Experts(torch.autograd.Function):
         if needs_weights and down.bias is not None:
             columns = Stack(down.bias[:, None], transposed=True)
             by_bias = grouped_matmul(d, columns, routing, to_slots=True).view(weights.shape)
-            of_weights += by_bias.where(routing.index < routing.experts, 0)
+            of_weights += by_bias.where(routing.real_slots(), 0)
         by_row = row_weights(weights, routing).to(settings.dtype) if needs_down[1] or needs_down[3] else None
         # if a is needed, it is each row's input of down times its weight from here on
         grads_down = down.gradients(a, d, low_down, shrunk_down, routing, needs_down, weights=by_row)
@@ -219,7 +234,7 @@ class _Layer:
     """A linear layer of all experts, with its tensors in the dtype of the matmuls.
 
     Attributes:
-        count: E, the number of experts.
+        shape: the shape of the stack, as if it was dense.
         bias: ``[E, O]`` or None.
         a: A as ``[E, r, I]``, or None without an update; for kernels, r is padded by zeros.
         b: B as ``[E, O, r]``, or None.
@@ -229,7 +244,7 @@ class _Layer:
         tensors: weight, bias, A and B as the user has them.
     """
 
-    count: int
+    shape: torch.Size
     bias: Tensor | None
     a: Stack | None
     b: Stack | None
@@ -243,12 +258,12 @@ class _Layer:
         weight, bias, a, b = tensors
         assert weight is not None
         dtype, stack_format = settings.dtype, settings.formats[which]
-        count = len(weight) if stack_format is None else stack_format.shape[0]
+        shape = weight.shape if stack_format is None else stack_format.shape
         of_dtype = None if bias is None else bias.to(dtype).contiguous()
-        layer = cls(count, of_dtype, None, None, settings.scales[which], settings, stack_format, tensors)
+        layer = cls(shape, of_dtype, None, None, settings.scales[which], settings, stack_format, tensors)
         if a is None or b is None:
             return layer
-        of_a, of_b = pack_factors(a, b, count, dtype, for_kernels=settings.implementation == "triton")
+        of_a, of_b = pack_factors(a, b, shape[0], dtype, for_kernels=settings.implementation == "triton")
         return replace(layer, a=Stack(of_a, transposed=True), b=Stack(of_b, transposed=True))
 
     @property

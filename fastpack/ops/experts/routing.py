@@ -13,20 +13,24 @@ from torch import Tensor
 
 from fastpack.ops.expert_operands import Routing
 from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.row_count import RowCount, rows_of
 
 
-def route(index: Tensor, experts: int, *, implementation: Implementation = "auto") -> Routing:
+def route(
+    index: Tensor, experts: int, *, row_count: RowCount | None = None, implementation: Implementation = "auto"
+) -> Routing:
     """Sort the slots by expert.
 
     Args:
         index: ``[T, K]`` of int64 or int32, the experts that each token chose.
         experts: E, the number of experts. A choice of E or more belongs to no expert.
+        row_count: the number of tokens that are real, or None for all. Kernels leave the others out.
         implementation: which implementation to run; the grouped matmuls over these rows must have the same.
     """
     if use_triton(implementation, index):
         from fastpack.ops.kernels import routing as kernels
 
-        return Routing(index, *kernels.route(index, experts))
+        return Routing(index, *kernels.route(index, experts, rows_of(row_count)), row_count)
     chosen, order = index.reshape(-1).sort(stable=True)
     offsets = torch.searchsorted(chosen, torch.arange(experts, device=index.device, dtype=index.dtype), right=True)
     return Routing(index, order.int(), offsets.int())
@@ -55,10 +59,9 @@ def sum_slots(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Ten
     if routing.for_kernels:
         from fastpack.ops.kernels import routing as kernels
 
-        return kernels.sum_slots(y, routing.index, routing.experts, weights)
+        return kernels.sum_slots(y, routing.index, routing.experts, weights, rows_of(routing.row_count))
     wide = torch.promote_types(y.dtype, torch.float32)
-    here = (routing.index < routing.experts)[..., None]
-    slots = y.view(*routing.index.shape, y.shape[-1]).to(wide).where(here, 0)
+    slots = y.view(*routing.index.shape, y.shape[-1]).to(wide).where(routing.real_slots()[..., None], 0)
     return (slots if weights is None else slots * weights[..., None].to(wide)).sum(1).to(y.dtype)
 
 

@@ -110,7 +110,8 @@ def grouped_matmul(
     if update is not None:
         low = TensorDescriptor.from_tensor(update[0], [TILE_ROWS, rank_step])
         factors = _descriptor(update[1], rank_step, width)
-    programs = min(processors(x.device), (triton.cdiv(rows, TILE_ROWS) + routing.experts) * triton.cdiv(columns, width))
+    resident = processors(x.device) * (2 if width <= NARROW // 2 else 1)
+    programs = min(resident, (triton.cdiv(rows, TILE_ROWS) + routing.experts) * triton.cdiv(columns, width))
     with on_device(x):
         _matmul_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [TILE_ROWS, step]), _descriptor(stack, step, width),
@@ -170,7 +171,8 @@ def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor
     if not len(x):
         return out.zero_()
     m = min(OUTER_M, max(16, triton.next_power_of_2(height)))
-    n = min(OUTER_N if x.element_size() == 2 else OUTER_N // 2, max(16, triton.next_power_of_2(width)))
+    widest = OUTER_N if m > NARROW and x.element_size() == 2 else OUTER_N // 2  # narrow tiles share a processor
+    n = min(widest, max(16, triton.next_power_of_2(width)))
     rows = OUTER_ROWS if x.element_size() == 2 else OUTER_ROWS // 2
     grid = (triton.cdiv(height, m) * triton.cdiv(width, n), routing.experts)
     pipeline = {"num_stages": 3, "num_warps": 8} if m > NARROW else {"num_stages": 4, "num_warps": 4}

@@ -23,24 +23,29 @@ CHUNKS = 8
 """The number of such tables of slots that one program sorts."""
 BLOCK_H = 1024
 """The elements of a vector that a program moves at once."""
+GATHERED = 4
+"""The rows that a program gathers: with one, the start of programs would take half of the time."""
 
 
 @triton.jit
-def _chosen(index, at, slots, experts):
+def _chosen(index, at, count, choices, slots, experts):
     """Return the expert of each slot; those of no expert, and slots that don't exist, get number ``experts``."""
+    if count is not None:
+        slots = tl.minimum(slots, tl.load(count) * choices)
     return tl.minimum(tl.load(index + at, mask=at < slots, other=experts).to(tl.int32), experts)
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _count_kernel(
-    index, counts, slots, experts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    index, counts, count, choices, slots, experts, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     columns = tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
     for chunk in range(CHUNKS):
-        chosen = _chosen(index, (tl.program_id(0) * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK), slots, experts)
+        at = (tl.program_id(0) * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK)
+        chosen = _chosen(index, at, count, choices, slots, experts)
         total += tl.sum((chosen[:, None] == columns[None, :]).to(tl.int32), 0)
     tl.store(counts + tl.program_id(0) * COLUMNS + columns, total)
 
@@ -71,8 +76,8 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def _place_kernel(
-    index, counts, starts, offsets, tile_starts, order, tiles, slots, blocks, experts, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    index, counts, starts, offsets, tile_starts, order, tiles, count, choices, slots, blocks, experts,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of a block's slots; the programs after the last block write the tiles of one expert each."""
     wait_for_inputs(EARLY)
@@ -82,7 +87,8 @@ def _place_kernel(
         before = tl.load(counts + program * COLUMNS + columns) + tl.load(starts + columns)
         for chunk in range(CHUNKS):
             at = (program * CHUNKS + chunk) * BLOCK + tl.arange(0, BLOCK)
-            one_hot = (_chosen(index, at, slots, experts)[:, None] == columns[None, :]).to(tl.int32)
+            chosen = _chosen(index, at, count, choices, slots, experts)
+            one_hot = (chosen[:, None] == columns[None, :]).to(tl.int32)
             row = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + before[None, :]), 1)
             tl.store(order + row, at, mask=at < slots)
             before += tl.sum(one_hot, 0)
@@ -98,9 +104,15 @@ def _place_kernel(
             tl.store(tiles + tile * 2 + 1, first + tile * ROWS, mask=exists)
 
 
-def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return order, offsets, tiles and tile_count of :class:`fastpack.ops.experts.routing.Routing`."""
-    slots, device = index.numel(), index.device
+def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return order, offsets, tiles and tile_count of :class:`fastpack.ops.expert_operands.Routing`.
+
+    Args:
+        index: ``[T, K]``.
+        experts: E.
+        count: int32 ``[1]``, the number of real tokens, or None for all.
+    """
+    slots, device, choices = index.numel(), index.device, index.shape[1]
     columns = triton.next_power_of_2(experts + 1)
     block = max(16, ENTRIES // columns)
     blocks = triton.cdiv(slots, block * CHUNKS)
@@ -115,12 +127,14 @@ def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shared = {"COLUMNS": columns, "num_warps": 8, **early(index)}
     with on_device(index):
         if blocks:
-            _count_kernel[(blocks,)](index, counts, slots, experts, BLOCK=block, CHUNKS=CHUNKS, **shared)
+            _count_kernel[(blocks,)](
+                index, counts, count, choices, slots, experts, BLOCK=block, CHUNKS=CHUNKS, **shared
+            )
         _scan_kernel[(1,)](
             counts, starts, offsets, tile_starts, tile_count, blocks, experts, BLOCK=block, ROWS=TILE_ROWS, **shared
         )
         _place_kernel[(blocks + experts,)](
-            *(index, counts, starts, offsets, tile_starts, order, tiles, slots, blocks, experts),
+            *(index, counts, starts, offsets, tile_starts, order, tiles, count, choices, slots, blocks, experts),
             BLOCK=block,
             CHUNKS=CHUNKS,
             ROWS=TILE_ROWS,
@@ -129,14 +143,19 @@ def route(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return order, offsets, tiles, tile_count
 
 
-@triton.jit
-def _gather_kernel(x, order, out, choices, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _gather_kernel(
+    x, order, out, rows, choices, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATHERED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    token = (tl.load(order + row) // choices).to(tl.int64)
+    row = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
+    token = tl.load(order + row, mask=row < rows, other=0) // choices
+    source, target = token.to(tl.int64)[:, None] * WIDTH, row.to(tl.int64)[:, None] * WIDTH
     for start in range(0, WIDTH, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(out + row * WIDTH + at, tl.load(x + token * WIDTH + at, mask=at < WIDTH), mask=at < WIDTH)
+        at = start + tl.arange(0, BLOCK)[None, :]
+        mask = (row[:, None] < rows) & (at < WIDTH)
+        tl.store(out + target + at, tl.load(x + source + at, mask=mask, other=0.0), mask=mask)
 
 
 def gather_rows(x: Tensor, order: Tensor, choices: int) -> Tensor:
@@ -147,22 +166,27 @@ def gather_rows(x: Tensor, order: Tensor, choices: int) -> Tensor:
     x = x.contiguous()
     if len(order):
         with on_device(x):
-            _gather_kernel[(len(order),)](x, order, out, choices, width, block, num_warps=4, **early(x))
+            _gather_kernel[(triton.cdiv(len(order), GATHERED),)](
+                x, order, out, len(order), choices, width, block, GATHERED, num_warps=4, **early(x)
+            )
     return out
 
 
 @triton.jit
 def _sum_kernel(
-    y, index, weights, out, experts, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    y, index, weights, out, count, experts, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
+    width = WIDTH
+    if count is not None:
+        width = tl.where(token < tl.load(count), WIDTH, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOICES):
         slot = token * CHOICES + choice
-        filled = tl.where(tl.load(index + slot) < experts, WIDTH, 0)
+        filled = tl.where(tl.load(index + slot) < experts, width, 0)
         value = tl.load(y + slot * WIDTH + at, mask=at < filled, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + slot).to(tl.float32)
@@ -170,8 +194,8 @@ def _sum_kernel(
     tl.store(out + token * WIDTH + at, total.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
-def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None) -> Tensor:
-    """Return the weighted sums of ``y [R, H]`` over each token's slots, ``[T, H]``."""
+def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None, count: Tensor | None) -> Tensor:
+    """Return the weighted sums of ``y [R, H]`` over each token's slots, ``[T, H]``, and zeros for bucket padding."""
     tokens, choices = index.shape
     width = y.shape[1]
     out = y.new_empty(tokens, width)
@@ -180,6 +204,6 @@ def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None) ->
     if tokens:
         with on_device(y):
             _sum_kernel[(tokens, triton.cdiv(width, block))](
-                y, index, weights, out, experts, choices, width, block, num_warps=4, **early(y)
+                y, index, weights, out, count, experts, choices, width, block, num_warps=4, **early(y)
             )
     return out
