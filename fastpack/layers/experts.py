@@ -27,6 +27,7 @@ from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
 from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.utils.classes import stock_class
+from fastpack.utils.compile import constant
 from fastpack.utils.hooks import carries_hooks
 from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Replacement
@@ -58,6 +59,10 @@ def experts_forward(
         **kwargs: the same, by the block's own names.
     """
     if torch.compiler.is_compiling():
+        if _is_quantized(patched.owner):
+            from fastpack.utils.outside import run_quantized_experts  # it imports the compiler
+
+            return run_quantized_experts(experts_forward, patched, hidden_states, *args, **kwargs)
         return patched.stock(hidden_states, *args, **kwargs)
     spec = patched.spec
     operands = read_experts(patched.owner, spec)
@@ -79,6 +84,12 @@ def experts_forward(
         implementation=patched.runtime.kernels,
     )
     return result.view(hidden_states.shape)
+
+
+@constant
+def _is_quantized(module: nn.Module) -> bool:
+    """Return whether a block of experts, maybe in PEFT's wrappers, has quantised stacks."""
+    return any(isinstance(parameter, QuantizedStack) for parameter in innermost(module)._parameters.values())
 
 
 def innermost(module: nn.Module) -> nn.Module:

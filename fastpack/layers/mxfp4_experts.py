@@ -37,13 +37,13 @@ def mxfp4_forward(
         The result ``[..., H]``, and the router's logits ``[T, E]``, as the stock forward does.
 
     Raises:
-        PatchError: inside ``torch.compile``, or the stacks can't be read any more.
+        PatchError: the stacks can't be read any more.
     """
     if torch.compiler.is_compiling():
-        raise PatchError(
-            "experts in MXFP4 can't run inside torch.compile: train without it, or load the model with "
-            "quantization_config=Mxfp4Config(dequantize=True)."
-        )
+        from fastpack.utils.outside import run_quantized_experts  # it imports the compiler
+
+        outside: tuple[Tensor, Tensor] = run_quantized_experts(mxfp4_forward, patched, hidden_states)
+        return outside
     holder = patched.owner
     operands = read_mxfp4(holder.experts, patched.spec)
     if isinstance(operands, str):

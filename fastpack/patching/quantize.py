@@ -67,7 +67,8 @@ def quantize_experts(
     A quantised stack is a frozen parameter under the same name, with the shape of the dense stack. It moves with the
     model, and is copied and pickled with it. In a patched model (:func:`fastpack.patch`, before or after this) one
     stack at a time is dense, in the forward and again in the backward. Unpatched, the stock forward runs on dense
-    copies, which autograd keeps until the backward.
+    copies, which autograd keeps until the backward. ``torch.compile`` takes only patched models, with a graph break for
+    each block of experts.
 
     Example:
         >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")  # doctest: +SKIP

@@ -89,6 +89,15 @@ def test_a_copy_and_a_pickled_copy_run(dense: Any, alone: Result) -> None:
         assert copied.hf_quantizer.is_trainable
 
 
+@pytest.mark.slow
+def test_a_compiled_model_runs_its_experts_outside(dense: Any, alone: Result) -> None:
+    compiled: Any = torch.compile(fastpack.patch(with_lora(loaded_in_mxfp4(dense))), backend="eager")
+    result = run_batch(compiled, SEQUENCES, "packed_seq_lens")
+    grads = {name.removeprefix("_orig_mod."): each for name, each in result.grads.items()}
+    result = result._replace(grads=grads)
+    assert compare(result, alone).worst <= FLOAT32_BOUND
+
+
 def test_the_report_says_what_runs(dense: Any) -> None:
     model = fastpack.patch(loaded_in_mxfp4(dense))
     report = fastpack.report(model)

@@ -170,6 +170,18 @@ def test_settings() -> None:
     assert again is stacks[0], "what is quantised stays as it is"
 
 
+def test_a_compiled_model_runs_its_experts_outside() -> None:
+    model = with_lora(quantized_model("qwen3_moe"))
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(dequantized(model), sequences)
+    compiled: Any = torch.compile(fastpack.patch(model), backend="eager")
+    result = run_batch(compiled, sequences, "packed_seq_lens")
+    grads = {name.removeprefix("_orig_mod."): each for name, each in result.grads.items()}
+    result = result._replace(grads=grads)
+    error = compare(result, alone)
+    assert error.worst <= FLOAT32_BOUND, error
+
+
 def test_a_model_on_another_dtype_and_a_copy_of_a_patched_one() -> None:
     model = fastpack.patch(with_lora(quantized_model("qwen3_moe")))
     sequences = make_sequences(VOCAB)
