@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_checks import relative
+from op_checks import ON_CPU, relative
 from torch import Tensor
 
 from fastpack.ops.expert_operands import Gate
@@ -53,42 +53,58 @@ def layers(kind: str, updated: bool) -> list[ExpertLinear]:
 def dequantized(layer: ExpertLinear) -> ExpertLinear:
     """Return the same layer with a dense stack, and with tensors of its own."""
     assert layer.format is not None
+    copied = moved(layer, "cpu")
+    return ExpertLinear(layer.format.dense(layer.weight), copied.bias, copied.lora)
+
+
+def moved(layer: ExpertLinear, device: str) -> ExpertLinear:
+    """Return the same layer on a device, with tensors of its own."""
     update = layer.lora
     if update is not None:
-        update = replace(
-            update, a=update.a.detach().clone().requires_grad_(), b=update.b.detach().clone().requires_grad_()
-        )
-    return ExpertLinear(layer.format.dense(layer.weight), layer.bias, update)
+        a, b = (each.detach().to(device, copy=True).requires_grad_() for each in (update.a, update.b))
+        update = replace(update, a=a, b=b)
+    bias = None if layer.bias is None else layer.bias.to(device)
+    stack_format = None if layer.format is None else layer.format.to(torch.device(device), torch.float32)
+    return ExpertLinear(layer.weight.to(device), bias, update, stack_format)
 
 
 def run(pair: list[ExpertLinear], transposed: bool, implementation: Any = "torch") -> list[Tensor]:
-    """Return the result, and the gradients of the tokens, their weights and the updates."""
+    """Return the result, and the gradients of the tokens, their weights and the updates, on the CPU."""
+    device = pair[0].weight.device
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(T, H, generator=generator).requires_grad_()
     index = torch.rand(T, E - 1, generator=generator).topk(K).indices  # no token chooses the last expert
     weights = torch.rand(T, K, generator=generator).requires_grad_()
     result = experts(
-        x, index, weights, *pair, Gate("silu"), transposed=transposed, dtype=torch.float32,
-        implementation=implementation,
+        x.to(device), index.to(device), weights.to(device), *pair, Gate("silu"), transposed=transposed,
+        dtype=torch.float32, implementation=implementation,
     )  # fmt: skip
-    result.backward(torch.randn(result.shape, generator=generator))
+    result.backward(torch.randn(result.shape, generator=generator).to(device))
     updates = [tensor for layer in pair if layer.lora is not None for tensor in (layer.lora.a, layer.lora.b)]
     gradients = [tensor.grad for tensor in (x, weights, *updates)]
     assert all(gradient is not None for gradient in gradients)
-    return [result.detach(), *(gradient for gradient in gradients if gradient is not None)]
+    return [result.detach().cpu(), *(gradient.cpu() for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("device", "implementation"),
+    [
+        ("cpu", "torch"),
+        pytest.param("cpu", "triton", marks=ON_CPU.marks),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_results_are_those_of_the_dequantised_stacks(kind: str, updated: bool, implementation: str) -> None:
+def test_results_are_those_of_the_dequantised_stacks(
+    kind: str, updated: bool, device: str, implementation: str
+) -> None:
     if implementation == "triton":
         pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("tensors are on the CPU, which takes Triton's interpreter")
     pair = layers(kind, updated)
-    actual = run(pair, "transposed" in kind, implementation)
     expected = run([*map(dequantized, pair)], "transposed" in kind)
+    pair = [moved(layer, device) for layer in pair]
+    actual = run(pair, "transposed" in kind, implementation)
     bound = 1e-5 if implementation == "torch" else 2e-5
     assert max(map(relative, actual, expected)) <= bound
     other = replace(pair[0], weight=pair[0].weight.roll(1))
