@@ -26,6 +26,8 @@ ACTING = {
     "attention_multiplier": HEAD_DIM**-0.5,  # with a larger one, scores are so far apart that rounding is blown up
 }
 """Values of float settings, by their name or its last word, that are large enough to have an effect."""
+ACTING_IN_LAYERS = {"swiglu_limits": 0.5, "swiglu_limits_shared": 0.5}
+"""The same for settings that list a value for each layer; layers with 0 or None have none."""
 VECTOR = 0.3
 """The standard deviation of norms' weights about 1, and of biases, sinks and the like about 0."""
 GRID = 16.0
@@ -84,6 +86,8 @@ def build_twin(
         for name, value in vars(each).items():
             if type(value) is float:
                 setattr(each, name, _acting(name, value, dropout))
+            elif name in ACTING_IN_LAYERS and value is not None:
+                setattr(each, name, [ACTING_IN_LAYERS[name] if layer else layer for layer in value])
     torch.set_default_dtype(dtype)
     try:
         model = cls(small)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GraniteConfig, Qwen3MoeConfig
+from transformers import AutoConfig, GraniteConfig, Qwen3MoeConfig
 from transformers.initialization import no_init_weights
 from transformers.models.granite.modeling_granite import GraniteModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts, Step3p7TextModel
 
 from fastpack.exactness.inputs import LENGTHS
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
@@ -46,6 +47,17 @@ def test_epsilons_and_dropouts_act() -> None:
     assert model.layers[0].self_attn.attention_dropout == 0.5
     assert model.training
     assert twin().layers[0].self_attn.attention_dropout == 0.0
+
+
+def test_limits_of_single_layers_act() -> None:
+    """Step 3.7 clamps in two of its layers, at a value that a twin's activations never reach."""
+    limits = [0.0] * 43 + [7.0] * 2
+    config = AutoConfig.for_model("step3p7", text_config={"num_hidden_layers": 45, "swiglu_limits": limits})
+    with apart():
+        model = build_twin(Step3p7TextModel, config.text_config)
+    found = [module.limit for module in model.modules() if isinstance(module, Step3p7Experts)]
+    assert {*found} == {float("inf"), 0.5}
+    assert config.text_config.swiglu_limits == limits
 
 
 def test_every_kind_of_layer_is_there() -> None:

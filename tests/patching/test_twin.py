@@ -62,7 +62,10 @@ BY_DEFAULT = (
 RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phimoe", "diffllama", "gemma4_text")
 
 
-NOT_ON_META = ("cohere_compass_text", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral")
+NOT_ON_META = (
+    *("cohere_compass_text", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral"),
+    "qwen4_exp_text",
+)
 """Their defaults contradict each other, or they read numbers that the meta device doesn't hold."""
 
 
