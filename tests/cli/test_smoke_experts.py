@@ -75,7 +75,7 @@ def test_a_control_that_changes_nothing_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_experts_that_run_stock_without_a_word_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "experts_forward", lambda patched, *args, **kwargs: patched.stock(*args, **kwargs))
-    assert (run("mixtral").problem or "").startswith("0 blocks of experts ran fast")
+    assert (run("mixtral").problem or "").startswith("0 of 2 blocks of experts ran fast")
 
 
 def test_the_mode_on_the_command_line(tmp_path: Path) -> None:
