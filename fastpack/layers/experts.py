@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from fastpack.families.spec import ExpertsSpec
 from fastpack.layers.read_projection import active_update, why_not_plain, wraps_parameter
 from fastpack.layers.runtime import Runtime
+from fastpack.ops.autograd import reshaped
 from fastpack.ops.expert_operands import ExpertActivation, Gate
 from fastpack.ops.experts.experts import ExpertLinear, experts
 from fastpack.ops.glu import activation_kind
@@ -83,7 +84,7 @@ def experts_forward(
         row_count=patched.runtime.rows.count,
         implementation=patched.runtime.kernels,
     )
-    return result.view(hidden_states.shape)
+    return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))
 
 
 @constant
