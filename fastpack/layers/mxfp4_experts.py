@@ -59,6 +59,7 @@ def mxfp4_forward(
         operands.gate,
         transposed=patched.spec.transposed,
         dtype=product_dtype(tokens, tokens.dtype),
+        row_count=patched.runtime.rows.count,
         implementation=patched.runtime.kernels,
     )
     return result.view(hidden_states.shape), logits

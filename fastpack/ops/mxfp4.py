@@ -99,7 +99,7 @@ def quantize_mxfp4(dense: Tensor) -> tuple[Tensor, Tensor]:
     exponents = exponents.where(largest > 0, -_BIAS).clamp(-_BIAS, _NAN - 1 - _BIAS)
     scaled = torch.ldexp(groups, -exponents[..., None])
     values = torch.tensor(VALUES[:8], device=dense.device)
-    codes = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2).to(torch.uint8)
+    codes = torch.bucketize(scaled.abs().contiguous(), (values[1:] + values[:-1]) / 2).to(torch.uint8)
     codes += (scaled.signbit() & (codes > 0)).to(torch.uint8) * 8
     return codes[..., ::2] | (codes[..., 1::2] << 4), (exponents + _BIAS).to(torch.uint8)
 

@@ -20,6 +20,7 @@ from fastpack.exactness.probe import Probe
 from fastpack.exactness.runs import DRAWS, Runs
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families.registry import family_of
+from fastpack.layers.mxfp4_experts import mxfp4_experts
 from fastpack.layers.read_projection import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
 from fastpack.patching.apply import disabled, without_wrappers
@@ -62,7 +63,8 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         ContaminationError: A check failed. The error holds the :class:`~fastpack.exactness.verification.Verification`.
         InconclusiveError: Rounding in the model's dtypes changes its results so much that a leak could go unseen.
         ValueError: There are fewer than three sequences, or one has no token.
-        PatchError: The model is not patched; or it classifies whole sequences; or its vocabulary has too few
+        PatchError: The model is not patched; or its stock experts return no gradient (MXFP4 as transformers loads it);
+            or it classifies whole sequences; or its vocabulary has too few
             different tokens; or it embeds tokens in several tables, or embeds ids that are not in the batch.
     """
     if len(lengths) < 3 or min(lengths) < 1:
@@ -78,6 +80,11 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
     if not is_patched(model):
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
     family = family_of(parts.backbone)
+    if family is not None and any(mxfp4_experts(parts.backbone, family)):
+        raise PatchError(
+            "verify compares gradients with those of the stock model, whose kernels for MXFP4 return none. Verify the "
+            "same model after fastpack.quantize_experts(model), which keeps the values and runs without these kernels."
+        )
     names = () if family is None else family.routers
     with torch.inference_mode(False), evaluating(model), without_wrappers(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]

@@ -169,6 +169,14 @@ def test_dense_stacks_become_mxfp4(dense: Any) -> None:
     assert error.worst <= rule.FULL_BOUND
 
 
+def test_verify_needs_the_family_s_own_blocks(dense: Any) -> None:
+    model = fastpack.patch(with_lora(loaded_in_mxfp4(dense)))
+    with pytest.raises(fastpack.PatchError, match=r"after fastpack\.quantize_experts"):
+        fastpack.verify(model)
+    own = fastpack.patch(with_lora(fastpack.quantize_experts(loaded_in_mxfp4(dense))))
+    assert fastpack.verify(own).verdict == "exact"
+
+
 def test_what_is_refused_changes_nothing(dense: Any) -> None:
     model = loaded_in_mxfp4(dense)
     block = model.model.layers[-1].mlp.experts
