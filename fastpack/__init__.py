@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fastpack.exactness.verification import ContaminationError as ContaminationError
     from fastpack.exactness.verification import InconclusiveError as InconclusiveError
     from fastpack.exactness.verification import Verification as Verification
+    from fastpack.ops.quantized_stack import QuantizedStack as QuantizedStack
     from fastpack.packing.seqlens import PackedSeqLens as PackedSeqLens
     from fastpack.patching.options import TokenBudget as TokenBudget
     from fastpack.patching.quantize import quantize_experts as quantize_experts
@@ -77,6 +78,7 @@ _NAMES = {
         "UntriedVersionWarning",
     ),
     "fastpack.exactness.verification": ("ContaminationError", "InconclusiveError", "Verification"),
+    "fastpack.ops.quantized_stack": ("QuantizedStack",),
     "fastpack.packing.seqlens": ("PackedSeqLens",),
     "fastpack.patching.options": ("TokenBudget",),
     "fastpack.patching.quantize": ("quantize_experts",),

@@ -81,6 +81,10 @@ def quantize_experts(
     files are PEFT's own, and load over a dense or a quantised model. Merging an adapter into quantised stacks raises:
     merge it into the dense model.
 
+    **Several GPUs.** DDP takes the model as it is. FSDP2 would make the stacks dense, and shard those; it leaves them
+    alone, whole on each GPU, with ``fully_shard(layer, ignored_params={p for p in layer.parameters() if isinstance(p,
+    fastpack.QuantizedStack)})``.
+
     **Save and load.** The state dict has bytes and scales as plain tensors, named as bitsandbytes names them, and so
     have the files of ``model.save_pretrained(folder, save_original_format=False)``; without that option transformers
     tries to split the stacks, and may fail. To load, quantise a model of the same config, then fill it. On the meta

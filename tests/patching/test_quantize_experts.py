@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import VOCAB, tiny_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fastpack
 from fastpack.ops.quantized_stack import QuantizedStack
@@ -191,6 +193,24 @@ def test_a_model_on_another_dtype_and_a_copy_of_a_patched_one() -> None:
     copied.to(torch.bfloat16)
     assert {stack.dtype for stack in stacks_of(copied).values()} == {torch.bfloat16}
     assert copied(**{"input_ids": sequences[0][None]}).logits.dtype == torch.bfloat16
+
+
+def test_fsdp2_leaves_ignored_stacks_alone(tmp_path: Path) -> None:
+    model = with_lora(quantized_model("qwen3_moe"))
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(model, sequences)
+    packed = [stack.packed for stack in stacks_of(model).values()]
+    fastpack.patch(model)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        fully_shard(model, ignored_params={*stacks_of(model).values()})
+        result = run_batch(model, sequences, "packed_seq_lens")
+        grads = {name: each.full_tensor() for name, each in result.grads.items()}  # type: ignore[operator]
+        assert compare(result._replace(grads=grads), alone).worst <= FLOAT32_BOUND
+        after = [stack.packed for stack in stacks_of(model).values()]
+        assert [each.data_ptr() for each in after] == [each.data_ptr() for each in packed]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_report_says_what_is_quantised_and_what_is_not() -> None:
