@@ -129,6 +129,11 @@ def patch(
     may stay, whether Liger or fastpack comes first: fastpack's layers compute what Liger's norms, gated MLPs and RoPE
     compute. Liger's loss stays in force where the trainer uses it.
 
+    **Quantised experts.** ``load_in_4bit`` leaves the stacked weights of experts dense;
+    :func:`fastpack.quantize_experts` quantises them. gpt-oss trains as it is shipped, in MXFP4. Patch it before the
+    trainer is built: transformers' quantizer says that MXFP4 can't be trained, and ``Trainer`` refuses; a patched
+    model's quantizer says that it can.
+
     **Limits.** The following are refused with a message that names them, at the patch or at a batch: context and
     sequence parallelism; attention or mask functions that are not transformers' own; images of Mllama and GIT, images
     and audio of Phi-4-multimodal; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA,
