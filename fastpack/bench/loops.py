@@ -54,13 +54,15 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 
     variant = settings.spec
     images: dict[str, Any] = {"remove_unused_columns": False} if has_images(settings.shape) else {}
+    padding: dict[str, Any] = {} if variant.unsloth else {"padding_free": variant.packed}
     trainer = SFTTrainer(
         model,
         args=SFTConfig(
             **arguments,
             **images,
-            padding_free=variant.packed,
+            **padding,
             use_liger_kernel=variant.liger,
+            liger_kernel_config=liger_options(settings) if variant.liger else None,
             dataset_kwargs={"skip_prepare_dataset": True},
         ),
         data_collator=image_collator(settings) if images else None,
@@ -75,6 +77,11 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
     if variant.collated:
         trainer.data_collator = with_packed_seq_lens(trainer.data_collator)
     return trainer
+
+
+def liger_options(settings: RunSettings) -> dict[str, bool]:
+    """Return the options of Liger: its experts replace those that PEFT wraps, and so exclude LoRA on experts."""
+    return {"swiglu": False} if settings.lora_experts else {}
 
 
 def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
@@ -139,7 +146,8 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
     if variant.liger:  # apply Liger with its fused loss, as TRL's trainer does by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _apply_liger_kernel_to_instance(model=plain, **liger_options(settings))
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     pad: Any = DataCollatorForLanguageModeling(tokenizer_of_ids(), mlm=False)

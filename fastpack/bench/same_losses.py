@@ -51,8 +51,13 @@ class LossAgreement:
         return (
             f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
             f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.variant!r}, in "
-            f"the {self.what} of step {self.step}, by {self.difference:.1e}, relative (bound {self.bound:g})"
+            f"{self.off}"
         )
+
+    @property
+    def off(self) -> str:
+        """Return where the largest difference is, and how large."""
+        return f"the {self.what} of step {self.step}, by {self.difference:.1e}, relative (bound {self.bound:g})"
 
 
 def compare(results: Sequence[RunResult], *, half: bool) -> LossAgreement:
