@@ -17,7 +17,7 @@ from fastpack.bench.settings import RunResult, RunSettings
 from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
 
-WITHOUT_SPEED = ("variant", "backend", "losses", "gradient_norms", "error")
+WITHOUT_SPEED = ("variant", "backend", "losses", "gradient_norms", "expert_norms", "error")
 """The results that are reported even if variants did not train the same model."""
 ALWAYS = ("shape", "mode", "rows", "lengths")
 """The settings that a title always names."""

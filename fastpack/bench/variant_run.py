@@ -32,7 +32,7 @@ def run(settings: RunSettings) -> RunResult:
         if on_gpu:  # building may take more memory than training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        losses, norms = train(model, settings, timer)
+        first = train(model, settings, timer)
     except torch.OutOfMemoryError:
         return RunResult(settings.variant, error=OUT_OF_MEMORY)
     batches = settings.timed_batches()
@@ -45,8 +45,9 @@ def run(settings: RunSettings) -> RunResult:
         slots=sum(tokens) if settings.spec.packed else sum(max(batch) * len(batch) for batch in batches),
         peak_memory=(torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() or 0) / 2**30,
         held_memory=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
-        losses=losses,
-        gradient_norms=norms,
+        losses=first.losses,
+        gradient_norms=first.norms,
+        expert_norms=first.expert_norms,
     )
 
 

@@ -98,6 +98,7 @@ def test_experts_train_the_same(shape: str, mode: Any, lora_experts: bool, loop:
     verdict = compare(results, half=mode == "qlora")
     assert verdict.agree, str(verdict)
     assert verdict.norm_steps >= 2
+    assert all(len(row.expert_norms) == verdict.norm_steps * settings.trains_experts for row in results)
     packed = compare([*results[:1], *train(settings, "stock padding_free")], half=mode == "qlora")
     assert packed.agree == takes_flash_attention(shape), "stock sequences of gpt-oss see each other"
     assert results[0].backend == ("sdpa" if shape == "tiny-moe" else "eager")
@@ -121,13 +122,19 @@ def test_where_lora_is(shape: str, lora_experts: bool) -> None:
 
 
 @pytest.mark.usefixtures("_few_experts")
-def test_experts_left_without_lora_are_noticed() -> None:
+def test_experts_left_without_lora_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     settings = replace(SMALL, shape="tiny-moe", mode="lora", lora_experts=True)
-    results = train(settings, "stock padded") + train(replace(settings, lora_experts=False), "fastpack")
-    verdict = compare(results, half=False)
+    honest = train(settings, "stock padded")
+    stock_lora = models.lora_config
+
+    def without_experts(settings: RunSettings) -> Any:
+        return stock_lora(replace(settings, lora_experts=False))
+
+    monkeypatch.setattr(models, "lora_config", without_experts)
+    verdict = compare(honest + train(settings, "fastpack"), half=True)
     assert not verdict.agree
-    assert verdict.what == "gradients' norm"
+    assert (verdict.what, verdict.difference) == ("experts' gradients' norm", 1)
 
 
 DPO = replace(SMALL, trainer="dpo", loop="trl", rows=2, lengths="pairs.json")
