@@ -72,6 +72,9 @@ def experts_forward(
     cls = stock_class(innermost(patched.owner))
     arguments = bind(cls, (hidden_states, *args), kwargs)
     _, index, weights = (arguments[name] for name in parameters(cls.forward)[:3])
+    count = patched.runtime.rows.count
+    if count is not None and count.tokens != len(index):
+        count = None  # a block that calls its experts on other rows than the layer's
     result = experts(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         index,
@@ -81,7 +84,7 @@ def experts_forward(
         operands.gate,
         transposed=spec.transposed,
         dtype=product_dtype(hidden_states, operands.inner.dtype),
-        row_count=patched.runtime.rows.count,
+        row_count=count,
         implementation=patched.runtime.kernels,
     )
     return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))
