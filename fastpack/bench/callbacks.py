@@ -4,23 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from fastpack.bench.measure import StepTimer
 from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE
 
 
-class StepCallback(TrainerCallback):
-    """A callback that marks the ends of steps on a timer, and has the compared steps logged."""
+def experts_norm(model: Any) -> float:
+    """Return the norm of the gradients of a model's experts, or of the adapters on them; 0 if they have none."""
+    experts = (parameter.grad for name, parameter in model.named_parameters() if ".experts." in name)
+    return float(torch.nn.utils.get_total_norm([gradient for gradient in experts if gradient is not None]))
 
-    def __init__(self, timer: StepTimer) -> None:
+
+class StepCallback(TrainerCallback):
+    """A callback that marks the ends of steps on a timer, and has the compared steps logged.
+
+    Attributes:
+        expert_norms: the norms of the experts' gradients in the compared steps.
+
+    Args:
+        timer: the timer.
+        experts: whether experts or adapters on them train.
+    """
+
+    def __init__(self, timer: StepTimer, *, experts: bool) -> None:
         """Set up the callback with its timer."""
-        self.timer = timer
+        self.timer, self._experts = timer, experts
+        self.expert_norms: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start timing at the first step."""
         if state.global_step == 0:
             self.timer.mark()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the norm of the experts' gradients of a compared step."""
+        if self._experts and state.global_step < COMPARED_STEPS:
+            self.expert_norms.append(experts_norm(kwargs["model"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark the end of a step, and log it if it is compared."""

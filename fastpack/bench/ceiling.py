@@ -16,7 +16,7 @@ from fastpack.bench.measure import time_calls
 from fastpack.utils.versions import versions_of
 
 MATMULS = 8
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "flash-attn", "liger-kernel")
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "flash-attn", "liger-kernel", "unsloth")
 
 
 @dataclass(frozen=True)

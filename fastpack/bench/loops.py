@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
-from fastpack.bench.callbacks import LearnLater, StepCallback
+from fastpack.bench.callbacks import LearnLater, StepCallback, experts_norm
 from fastpack.bench.lengths import Pair, make_rows
 from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import lora_config, patch
@@ -29,21 +29,27 @@ FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 own collator passes boundaries on since 1.16. Without them, every attention layer computes them again, and waits for the
 device each time."""
 
-LossesAndNorms = tuple[list[float], list[float]]
-"""The losses and gradient norms of the first steps."""
+
+class FirstSteps(NamedTuple):
+    """The losses, the gradient norms and the norms of the experts' gradients of the first steps, if experts train."""
+
+    losses: list[float]
+    norms: list[float]
+    expert_norms: list[float]
 
 
-def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
+def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> FirstSteps:
     """Train with TRL's ``SFTTrainer``, ``DPOTrainer`` or ``GRPOTrainer``, as a user would call it."""
     make_trainer = sft_trainer if settings.trainer == "sft" else dpo_trainer
     if settings.trainer == "grpo":
         from fastpack.bench.grpo import grpo_trainer as make_trainer  # late, since it imports TRL
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, settings, trainer_arguments(settings, folder))
-        trainer.add_callback(StepCallback(timer))
+        steps = StepCallback(timer, experts=settings.trains_experts)
+        trainer.add_callback(steps)
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][:COMPARED_STEPS]
-    return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
+    return FirstSteps([entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged], steps.expert_norms)
 
 
 def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
@@ -54,13 +60,15 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 
     variant = settings.spec
     images: dict[str, Any] = {"remove_unused_columns": False} if has_images(settings.shape) else {}
+    padding: dict[str, Any] = {} if variant.unsloth else {"padding_free": variant.packed}
     trainer = SFTTrainer(
         model,
         args=SFTConfig(
             **arguments,
             **images,
-            padding_free=variant.packed,
+            **padding,
             use_liger_kernel=variant.liger,
+            liger_kernel_config=liger_options(settings) if variant.liger else None,
             dataset_kwargs={"skip_prepare_dataset": True},
         ),
         data_collator=image_collator(settings) if images else None,
@@ -75,6 +83,11 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
     if variant.collated:
         trainer.data_collator = with_packed_seq_lens(trainer.data_collator)
     return trainer
+
+
+def liger_options(settings: RunSettings) -> dict[str, bool]:
+    """Return the options of Liger: its experts replace those that PEFT wraps, and so exclude LoRA on experts."""
+    return {"swiglu": False} if settings.lora_experts else {}
 
 
 def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
@@ -132,14 +145,15 @@ def trainer_arguments(settings: RunSettings, folder: str) -> dict[str, Any]:
     }
 
 
-def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
+def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> FirstSteps:
     """Train in a user's own loop over ``model(..., labels=...)`` with AdamW."""
     variant = settings.spec
     device = next(model.parameters()).device
     if variant.liger:  # apply Liger with its fused loss, as TRL's trainer does by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-        _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _apply_liger_kernel_to_instance(model=plain, **liger_options(settings))
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     pad: Any = DataCollatorForLanguageModeling(tokenizer_of_ids(), mlm=False)
@@ -154,6 +168,7 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
         rows = [{"input_ids": row["input_ids"]} for row in rows]  # the collators make labels, and can't pad any
     losses: list[torch.Tensor] = []
     norms: list[float] = []
+    expert_norms: list[float] = []
     timer.mark()
     for step in range(settings.total_steps):
         batch = collator(rows[step * settings.rows : (step + 1) * settings.rows])
@@ -162,8 +177,9 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
         loss.backward()
         if step < min(COMPARED_STEPS, settings.warmup):  # warm-up steps are not timed
             norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])))
+            expert_norms += [experts_norm(model)] if settings.trains_experts else []
         optimizer.step()
         optimizer.zero_grad()
         timer.mark()
         losses.append(loss.detach())
-    return torch.stack(losses[:COMPARED_STEPS]).tolist(), norms
+    return FirstSteps(torch.stack(losses[:COMPARED_STEPS]).tolist(), norms, expert_norms)

@@ -12,8 +12,8 @@ from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import TOWER, auto_class, has_experts, has_images, make_config
 
 LORA_RANK = 16
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""The linear layers of a shape with experts; its router and its stacks of experts are plain parameters."""
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+"""The linear layers of attention and of a dense MLP."""
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """The stacks of experts."""
 
@@ -24,6 +24,20 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     For ``DPOTrainer`` and ``GRPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched
     as a whole.
     """
+    model, backend = build_base(settings, device)
+    if settings.mode == "qlora":
+        model = quantised(model)
+    if settings.trainer != "sft":
+        return model.train(), backend
+    if settings.mode != "full":
+        model = with_lora(model, lora_config(settings))
+    if settings.spec.patched:
+        patch(model, settings)
+    return model.train(), backend
+
+
+def build_base(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
+    """Return the plain model of a variant on ``device``, and the name of its attention kernel."""
     variant = settings.spec
     stock, backend = None, ""  # transformers' default: sdpa, or eager for a class that lacks sdpa
     if variant.varlen and not variant.patched:
@@ -34,16 +48,7 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
         model: Any = auto_class(settings.shape).from_config(config, dtype=dtype_of(device), attn_implementation=stock)
     if variant.varlen and has_images(settings.shape):
         stock_varlen.use_in_tower(model)
-    backend = backend or model.config.get_text_config()._attn_implementation
-    if settings.mode == "qlora":
-        model = quantised(model)
-    if settings.trainer != "sft":
-        return model.train(), backend
-    if settings.mode != "full":
-        model = with_lora(model, lora_config(settings))
-    if variant.patched:
-        patch(model, settings)
-    return model.train(), backend
+    return model, backend or model.config.get_text_config()._attn_implementation
 
 
 def patch(target: Any, settings: RunSettings) -> None:
@@ -83,12 +88,17 @@ def quantised(model: Any) -> Any:
     )
 
 
+def linear_layers(settings: RunSettings) -> list[str]:
+    """Return the names of a shape's linear layers except the head; its experts are plain parameters."""
+    return [*ATTENTION] if has_experts(settings.shape) else [*ATTENTION, *MLP]
+
+
 def lora_config(settings: RunSettings) -> Any:
     """Return the config of LoRA of rank 16, without dropout.
 
     It is on every linear layer, except for the head and an image tower, which most recipes for vision-language models
-    leave frozen. If the shape has experts, it is on attention by name, since PEFT's ``all-linear`` also stands for
-    routers and experts of some families, of which it doubles a rank; with ``lora_experts`` it is on the experts too.
+    leave frozen; with ``lora_experts`` it is on the experts too. Layers are named, since PEFT's ``all-linear`` also
+    stands for the routers and experts of some families, and doubles the rank of an expert's gate and up projection.
     """
     from peft import LoraConfig
 
@@ -96,7 +106,7 @@ def lora_config(settings: RunSettings) -> Any:
         r=LORA_RANK,
         lora_alpha=2 * LORA_RANK,
         lora_dropout=0.0,
-        target_modules=[*ATTENTION] if has_experts(settings.shape) else "all-linear",
+        target_modules=linear_layers(settings),
         target_parameters=[*EXPERTS] if settings.lora_experts else None,
         exclude_modules=rf".*\.{TOWER}\..*" if has_images(settings.shape) else None,
         task_type="CAUSAL_LM",

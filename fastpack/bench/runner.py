@@ -17,7 +17,7 @@ from fastpack.bench.settings import RunResult, RunSettings
 from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
 
-WITHOUT_SPEED = ("variant", "backend", "losses", "gradient_norms", "error")
+WITHOUT_SPEED = ("variant", "backend", "losses", "gradient_norms", "expert_norms", "error")
 """The results that are reported even if variants did not train the same model."""
 ALWAYS = ("shape", "mode", "rows", "lengths")
 """The settings that a title always names."""
@@ -88,6 +88,8 @@ class Outcome:
 def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
     """Measure the machine, then each variant in its own process; stop when losses disagree.
 
+    A variant of another library that fails or disagrees has an error instead of results, and the others go on.
+
     Raises:
         FastpackError: a process failed for another reason than a lack of memory; its output is printed first.
     """
@@ -97,16 +99,29 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
     results: list[RunResult] = []
     verdict = compare(results, half=half)
     for name in variants:
-        flags = asdict(replace(settings, variant=name))
-        row = RunResult(**_run(name, "fastpack.bench.variant_run", json.dumps(flags)))
+        row = _result(name, settings)
+        verdict = compare([*results, row], half=half)
+        if VARIANTS[name].foreign and not verdict.agree:
+            row = replace(row, error=f"trains another model: {verdict.off}")
+            verdict = compare(results, half=half)
         results.append(row)
         print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
-        verdict = compare(results, half=half)
         if not verdict.agree:
             break
     not_run = dict.fromkeys(variants[len(results) :], f"was not run: {verdict.against!r} and {name!r} disagree")
     floor = sum(map(sum, settings.timed_batches())) * ceiling.flops / needed_flops(settings)
     return Outcome(settings, results, verdict, ceiling, floor, machine["machine"], left_out | not_run)
+
+
+def _result(name: str, settings: RunSettings) -> RunResult:
+    """Train a variant in its own process, and return its results."""
+    variant = VARIANTS[name]
+    try:
+        return RunResult(**_run(name, variant.module, json.dumps(asdict(replace(settings, variant=name)))))
+    except FastpackError as error:
+        if not variant.foreign:
+            raise
+        return RunResult(name, error=str(error))
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fastpack.bench.images import Grid, make_grids, tokens_of
 from fastpack.bench.lengths import Pair, make_completion_lengths, make_lengths, make_pair_lengths, sequences
-from fastpack.bench.shapes import has_images, make_config
+from fastpack.bench.shapes import has_experts, has_images, make_config
 from fastpack.bench.variants import VARIANTS, Variant
 
 COMPARED_STEPS = 5
@@ -51,6 +51,11 @@ class RunSettings:
     def spec(self) -> Variant:
         """Return the variant that the name ``variant`` stands for."""
         return VARIANTS[self.variant]
+
+    @property
+    def trains_experts(self) -> bool:
+        """Return whether experts train, or LoRA on them."""
+        return self.lora_experts or (self.mode == "full" and has_experts(self.shape))
 
     @property
     def total_steps(self) -> int:
@@ -111,7 +116,8 @@ class RunResult:
         peak_memory: the peak GiB in tensors after the model is built; on a CPU, the process's peak GiB.
         held_memory: the GiB that the allocator reserved, including the memory that CUDA graphs keep; other processes
             see all of it as used. None on a CPU.
-        losses, gradient_norms: the losses and gradient norms of the first steps, by which variants are compared.
+        losses, gradient_norms, expert_norms: the losses, gradient norms, and norms of the gradients of experts that
+            train, of the first steps, by which variants are compared.
         error: why there are no results.
     """
 
@@ -124,6 +130,7 @@ class RunResult:
     held_memory: float | None = None
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
+    expert_norms: list[float] = field(default_factory=list)
     error: str | None = None
 
     @property

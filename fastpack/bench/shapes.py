@@ -192,7 +192,10 @@ def auto_class(shape: str) -> Any:
 
 
 def takes_flash_attention(shape: str) -> bool:
-    """Return whether transformers has FlashAttention-2 for a shape; it has none for learned attention sinks."""
+    """Return whether transformers has FlashAttention-2 for a shape; it has none for learned attention sinks.
+
+    Such shapes can't be trained on flattened batches without fastpack: gpt-oss's masks ignore where positions restart.
+    """
     model_class = auto_class(shape)._model_mapping[type(make_config(shape))]
     compatible = getattr(model_class, "_compatible_flash_implementations", None)
     return compatible is None or "flash_attention_2" in compatible

@@ -17,6 +17,7 @@ from fastpack.bench.loops import train_plainly, train_with_trl
 from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import build_model
 from fastpack.bench.settings import OUT_OF_MEMORY, RunResult, RunSettings
+from fastpack.bench.unsloth_model import build_unsloth_model
 from fastpack.trainers.metrics.counting import resident_bytes
 
 
@@ -26,11 +27,12 @@ def run(settings: RunSettings) -> RunResult:
     timer = StepTimer(settings.warmup)
     train = train_plainly if settings.loop == "plain" else train_with_trl
     try:
-        model, backend = build_model(settings, torch.device("cuda" if on_gpu else "cpu"))
+        build = build_unsloth_model if settings.spec.unsloth else build_model
+        model, backend = build(settings, torch.device("cuda" if on_gpu else "cpu"))
         if on_gpu:  # building may take more memory than training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        losses, norms = train(model, settings, timer)
+        first = train(model, settings, timer)
     except torch.OutOfMemoryError:
         return RunResult(settings.variant, error=OUT_OF_MEMORY)
     batches = settings.timed_batches()
@@ -43,10 +45,16 @@ def run(settings: RunSettings) -> RunResult:
         slots=sum(tokens) if settings.spec.packed else sum(max(batch) * len(batch) for batch in batches),
         peak_memory=(torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() or 0) / 2**30,
         held_memory=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
-        losses=losses,
-        gradient_norms=norms,
+        losses=first.losses,
+        gradient_norms=first.norms,
+        expert_norms=first.expert_norms,
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run with the settings of the first argument, and print the results."""
     print(json.dumps(asdict(run(RunSettings(**json.loads(sys.argv[1]))))))
+
+
+if __name__ == "__main__":
+    main()

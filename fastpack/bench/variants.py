@@ -15,6 +15,7 @@ class Variant:
         packed: batches are flattened, as with TRL's ``padding_free=True``; otherwise they are padded, with a mask.
         varlen: stock attention is FlashAttention-2's kernel for packed sequences; otherwise transformers' sdpa.
         liger: Liger's kernels are applied.
+        unsloth: Unsloth loads the model, adds LoRA and changes TRL's trainer.
         patched: fastpack patches the model.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
         fused: the trainer's loss is fused with the head: ``patch(trainer, loss="fused")``.
@@ -27,6 +28,7 @@ class Variant:
     packed: bool = False
     varlen: bool = False
     liger: bool = False
+    unsloth: bool = False
     patched: bool = False
     collated: bool = False
     fused: bool = False
@@ -34,22 +36,39 @@ class Variant:
     trainers: tuple[str, ...] = ("sft",)
     images: tuple[bool, ...] = (False,)
 
-    def unavailable(self, on_gpu: bool, graphs: str | None = None, *, flash: bool = True) -> str | None:
+    @property
+    def module(self) -> str:
+        """Return the module that trains the variant in a process of its own."""
+        return "fastpack.bench.unsloth_run" if self.unsloth else "fastpack.bench.variant_run"
+
+    @property
+    def foreign(self) -> bool:
+        """Return whether other libraries change the model: if it fails or trains another model, the others go on."""
+        return self.liger or self.unsloth
+
+    def unavailable(
+        self, on_gpu: bool, graphs: str | None = None, *, flash: bool = True, loop: str = "trl"
+    ) -> str | None:
         """Return why the variant can't run, or None if it can.
 
         Args:
             on_gpu: whether this machine has a GPU.
             graphs: whether CUDA graphs are requested.
             flash: whether transformers has FlashAttention-2 for the model.
+            loop: the training loop.
         """
         if self.shared and graphs is not None:
             return "shares prefixes, which --graphs excludes"
-        if (self.varlen or self.liger) and not on_gpu:
+        if self.unsloth and loop != "trl":
+            return "changes TRL's trainer, which --loop plain does without"
+        if (self.varlen or self.liger or self.unsloth) and not on_gpu:
             return "needs a GPU"
-        if self.varlen and not self.patched and not flash:
-            return "needs FlashAttention-2, which has no attention sinks"
+        if self.packed and not self.patched and not flash:
+            return "needs FlashAttention-2, without which transformers does not separate this shape's sequences"
         if self.liger and importlib.util.find_spec("liger_kernel") is None:
             return "liger-kernel is not installed"
+        if self.unsloth and importlib.util.find_spec("unsloth") is None:
+            return "unsloth is not installed"
         return None
 
 
@@ -67,6 +86,7 @@ VARIANTS = {
     "stock padding_free": Variant("flattened batches, transformers' sdpa attention", packed=True),
     "stock + FA2": Variant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
     "stock + FA2 + Liger": Variant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
+    "Unsloth": Variant("loaded and trained as Unsloth documents it, which decides about padding itself", unsloth=True),
     "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS, images=BOTH),
     "fastpack + FA2": Variant(
         "patched, fed the padded batches of images; FlashAttention-2's kernel in the image tower, which stays stock",

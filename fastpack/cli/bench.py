@@ -209,6 +209,7 @@ def choose_variants(
     trainer: str = "sft",
     graphs: str | None = None,
     shape: str = "tiny",
+    loop: str = "trl",
 ) -> tuple[list[str], dict[str, str]]:
     """Return the variants to run, and the reasons why this trainer's other variants on the same data are left out.
 
@@ -217,7 +218,7 @@ def choose_variants(
     """
     images, flash = has_images(shape), takes_flash_attention(shape)
     ways = {name: each for name, each in VARIANTS.items() if trainer in each.trainers and images in each.images}
-    reasons = {name: variant.unavailable(on_gpu, graphs, flash=flash) for name, variant in ways.items()}
+    reasons = {name: variant.unavailable(on_gpu, graphs, flash=flash, loop=loop) for name, variant in ways.items()}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():
         if name not in ways:
@@ -265,7 +266,12 @@ def _train(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     settings = make_settings(args, on_gpu=on_gpu)
     names, left_out = choose_variants(
-        args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs, shape=settings.shape
+        args.only,
+        on_gpu=on_gpu,
+        trainer=args.trainer,
+        graphs=args.graphs,
+        shape=settings.shape,
+        loop=settings.loop,
     )
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)

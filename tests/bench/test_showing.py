@@ -135,15 +135,16 @@ def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     names, left_out = choose_variants(None, on_gpu=False)
     stock = ["stock padded", "stock padding_free"]
     assert names == [*stock, "fastpack", "fastpack packed", "fastpack collated", "fastpack fused loss"]
-    assert left_out == dict.fromkeys(["stock + FA2", "stock + FA2 + Liger"], "needs a GPU")
+    assert left_out == dict.fromkeys(["stock + FA2", "stock + FA2 + Liger", "Unsloth"], "needs a GPU")
     with pytest.raises(FastpackError, match="needs a GPU"):
         choose_variants(["stock + FA2"], on_gpu=False)
 
 
-def test_flash_attention_is_left_out_for_attention_sinks() -> None:
+def test_stock_models_with_attention_sinks_are_padded() -> None:
     names, left_out = choose_variants(None, on_gpu=True, shape="gpt-oss-20b")
-    assert left_out["stock + FA2"] == "needs FlashAttention-2, which has no attention sinks"
-    assert {"stock padded", "fastpack packed"} < {*names}
+    for name in ("stock padding_free", "stock + FA2", "stock + FA2 + Liger"):
+        assert left_out[name].startswith("needs FlashAttention-2")
+    assert {"stock padded", "fastpack", "fastpack packed"} < {*names}
     assert "stock + FA2" in choose_variants(None, on_gpu=True, shape="qwen3-30b-a3b")[0]
 
 
@@ -329,7 +330,7 @@ def test_steps_before_those_that_are_timed_may_be_none(capsys: pytest.CaptureFix
 
 def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert choose_variants(None, on_gpu=True)[1] == {"stock + FA2 + Liger": "liger-kernel is not installed"}
+    assert choose_variants(None, on_gpu=True)[1]["stock + FA2 + Liger"] == "liger-kernel is not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     everyone = [name for name, variant in VARIANTS.items() if "sft" in variant.trainers and False in variant.images]
     assert choose_variants(None, on_gpu=True) == (everyone, {})

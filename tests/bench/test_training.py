@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, stock_varlen, variant_run
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import COMPARED_STEPS, GENERATIONS, LEARNING_RATE, RunResult, RunSettings
-from fastpack.bench.shapes import SHAPES
+from fastpack.bench.shapes import SHAPES, takes_flash_attention
 from fastpack.cli.main import main
 
 trains_on_cpu = pytest.mark.skipif(
@@ -78,19 +79,28 @@ def _few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "gpt-oss-20b", {**SHAPES["gpt-oss-20b"], **gpt_oss})
 
 
-@pytest.mark.sample(4)
 @pytest.mark.usefixtures("_few_experts")
-@pytest.mark.parametrize("loop", ["plain", pytest.param("trl", marks=trains_on_cpu)])
-@pytest.mark.parametrize(("mode", "lora_experts"), [("full", False), ("lora", False), ("lora", True), ("qlora", True)])
-@pytest.mark.parametrize("shape", ["tiny-moe", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    ("shape", "mode", "lora_experts", "loop"),
+    [
+        ("tiny-moe", "full", False, "plain"),
+        pytest.param("tiny-moe", "lora", True, "trl", marks=trains_on_cpu),
+        ("tiny-moe", "qlora", True, "plain"),
+        pytest.param("gpt-oss-20b", "lora", False, "trl", marks=trains_on_cpu),
+        ("gpt-oss-20b", "lora", True, "plain"),
+    ],
+)
 def test_experts_train_the_same(shape: str, mode: Any, lora_experts: bool, loop: str) -> None:
     if mode == "qlora":
         pytest.importorskip("bitsandbytes")
     settings = replace(SMALL, shape=shape, mode=mode, lora_experts=lora_experts, loop=loop)
-    results = train(settings, "stock padded", "stock padding_free", "fastpack", "fastpack packed")
+    results = train(settings, "stock padded", "fastpack", "fastpack packed")
     verdict = compare(results, half=mode == "qlora")
     assert verdict.agree, str(verdict)
     assert verdict.norm_steps >= 2
+    assert all(len(row.expert_norms) == verdict.norm_steps * settings.trains_experts for row in results)
+    packed = compare([*results[:1], *train(settings, "stock padding_free")], half=mode == "qlora")
+    assert packed.agree == takes_flash_attention(shape), "stock sequences of gpt-oss see each other"
     assert results[0].backend == ("sdpa" if shape == "tiny-moe" else "eager")
 
 
@@ -112,13 +122,19 @@ def test_where_lora_is(shape: str, lora_experts: bool) -> None:
 
 
 @pytest.mark.usefixtures("_few_experts")
-def test_experts_left_without_lora_are_noticed() -> None:
+def test_experts_left_without_lora_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     settings = replace(SMALL, shape="tiny-moe", mode="lora", lora_experts=True)
-    results = train(settings, "stock padded") + train(replace(settings, lora_experts=False), "fastpack")
-    verdict = compare(results, half=False)
+    honest = train(settings, "stock padded")
+    stock_lora = models.lora_config
+
+    def without_experts(settings: RunSettings) -> Any:
+        return stock_lora(replace(settings, lora_experts=False))
+
+    monkeypatch.setattr(models, "lora_config", without_experts)
+    verdict = compare(honest + train(settings, "fastpack"), half=True)
     assert not verdict.agree
-    assert verdict.what == "gradients' norm"
+    assert (verdict.what, verdict.difference) == ("experts' gradients' norm", 1)
 
 
 DPO = replace(SMALL, trainer="dpo", loop="trl", rows=2, lengths="pairs.json")
@@ -317,6 +333,18 @@ def test_the_stock_varlen_attention_is_the_stock_model(varlen_calls: list[tuple[
     assert compare(results, half=False).agree
     assert [causal for _, causal in varlen_calls] == [True] * (4 * 2)  # steps and layers
     assert results[1].backend.startswith(("FA2", "flash"))
+
+
+@pytest.mark.usefixtures("_few_experts", "varlen_calls")
+def test_liger_leaves_experts_with_lora_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experts would replace PEFT's wrapper of them."""
+    applied: list[dict[str, Any]] = []
+    stand_in = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model, **options: applied.append(options))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    settings = replace(SMALL, shape="tiny-moe", mode="lora")
+    train(settings, "stock + FA2 + Liger")
+    train(replace(settings, lora_experts=True), "stock + FA2 + Liger")
+    assert applied == [{}, {"swiglu": False}]
 
 
 @pytest.mark.sample(1)
