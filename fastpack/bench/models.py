@@ -26,7 +26,7 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """
     model, backend = build_base(settings, device)
     if settings.mode == "qlora":
-        model = quantised(model)
+        model = quantised(model, experts=has_experts(settings.shape))
     if settings.trainer != "sft":
         return model.train(), backend
     if settings.mode != "full":
@@ -64,10 +64,11 @@ def patch(target: Any, settings: RunSettings) -> None:
     )
 
 
-def quantised(model: Any) -> Any:
+def quantised(model: Any, *, experts: bool = False) -> Any:
     """Return the model with every linear layer except the head in bitsandbytes' NF4, with double quantisation.
 
-    The model is loaded as a user loads a checkpoint, but from the weights in memory instead of a file.
+    The model is loaded as a user loads a checkpoint, but from the weights in memory instead of a file. That leaves
+    experts dense, which :func:`fastpack.quantize_experts` then quantises, in every variant.
     """
     from transformers import BitsAndBytesConfig
 
@@ -77,7 +78,7 @@ def quantised(model: Any) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=model.dtype,
     )
-    return type(model).from_pretrained(
+    loaded = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=model.state_dict(),
@@ -86,6 +87,7 @@ def quantised(model: Any) -> Any:
         dtype=model.dtype,
         attn_implementation=model.config._attn_implementation,
     )
+    return fastpack.quantize_experts(loaded) if experts else loaded
 
 
 def linear_layers(settings: RunSettings) -> list[str]:

@@ -23,6 +23,7 @@ from fastpack.bench.models import (
     with_lora,
 )
 from fastpack.bench.settings import RunSettings
+from fastpack.bench.shapes import has_experts
 from fastpack.errors import FastpackError
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
@@ -74,7 +75,7 @@ def save_start(settings: RunSettings, device: torch.device, folder: str) -> dict
     if settings.mode == "full":
         return {}
     if settings.mode == "qlora":
-        base = quantised(base)
+        base = quantised(base, experts=has_experts(settings.shape))
     adapted = with_lora(base, lora_config(settings))
     return {name: value.cpu() for name, value in get_peft_model_state_dict(adapted).items()}
 

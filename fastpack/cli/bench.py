@@ -34,7 +34,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "choices": ("full", "lora", "qlora"),
         "default": "full",
         "help": "with lora and qlora, LoRA of rank 16 is on all linear layers except the head; in shapes with experts "
-        "these are q_proj, k_proj, v_proj and o_proj, since routers and experts are plain parameters",
+        "these are q_proj, k_proj, v_proj and o_proj, since routers and experts are plain parameters; with qlora, all "
+        "linear layers except the head are 4-bit, and so are experts",
     },
     "--lora-experts": {
         "action": "store_true",

@@ -43,7 +43,10 @@ def test_every_implementation_is_exact(name: str, tokens: int) -> None:
 LORA = ["lora_qkv", "lora_mlp", "lora_qkv_4bit", "lora_mlp_4bit"]
 
 
-@pytest.mark.parametrize("name", ["rope", "norm_rope", "rms_norm", "layer_norm", "swiglu", "geglu", *LORA])
+EXPERTS = ["experts", "experts_trained", "experts_lora", "experts_gpt_oss", "experts_gpt_oss_lora"]
+
+
+@pytest.mark.parametrize("name", ["rope", "norm_rope", "rms_norm", "layer_norm", "swiglu", "geglu", *LORA, *EXPERTS])
 def test_in_half_precision_against_torchs_own_error(name: str) -> None:
     result = check(CASES[name], maker(63, torch.bfloat16))
     assert 0.3 < result[PLAIN] < 0.67, "of 1.5 times its own error, or one rounding where that is more"
@@ -60,6 +63,25 @@ def test_lora_that_is_a_little_off_is_noticed(name: str) -> None:
         return ours(x, tree_map_only(torch.Tensor, lambda t: t * 1.03 if t.is_floating_point() else t, projections))
 
     assert check(replace(case, runs=lambda inputs: case.runs(inputs) | {OURS: wrong}), make)[OURS] > 1
+
+
+@pytest.mark.parametrize("name", ["experts_lora", "experts_gpt_oss_lora"])
+@pytest.mark.parametrize("factor", ["A", "B"])
+def test_adapters_of_other_experts_are_noticed(name: str, factor: str) -> None:
+    """Negative control: A, or B, of the first two experts of the last layer change places."""
+    case, make = CASES[name], maker(63, torch.bfloat16)
+    ours = case.runs(case.inputs(make))[OURS]
+    order = torch.tensor([1, 0, 2, 3, 4, 5])
+
+    def swapped(x: Any, index: Any, weights: Any, layers: Any) -> Any:
+        weight, bias, a, b = layers[1]
+        if factor == "A":  # the experts, one after the other
+            a = a.unflatten(0, (6, -1))[order].flatten(0, 1)
+        else:  # the experts are the fastest index of the columns
+            b = b.unflatten(1, (-1, 6))[..., order].flatten(1)
+        return ours(x, index, weights, [layers[0], (weight, bias, a, b)])
+
+    assert check(replace(case, runs=lambda inputs: case.runs(inputs) | {OURS: swapped}), make)[OURS] > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,9 +150,29 @@ def test_bytes_and_operations_by_hand() -> None:
     # half a byte and two bytes a weight, one byte for each 64 of them
     assert work["dequantize"] == 1000 * 4096 * 2 + 1000 * 2048 + 1000 * 64
     assert work["lora_qkv"] == 2 * 1000 * (2 * 4096 * 6144 + 3 * 16 * (3 * 4096 + 6144))
+    # 8 experts of gate and up, 2,048 x 1,536, and down, 768 x 2,048: forward and backward, and again for weights
+    base, low = 2 * 8000 * 3 * 2048 * 768, 2 * 8000 * 16 * (2048 + 1536 + 768 + 2048)
+    assert work["experts"] == 2 * base
+    assert work["experts_trained"] == 3 * base
+    assert work["experts_lora"] == 2 * base + 3 * low
+    assert work["experts_gpt_oss"] == 2 * 2 * 4000 * 3 * 2880**2
     assert {name for name, case in CASES.items() if case.bound == "flops"} == {
-        "linear_cross_entropy", "linear_cross_entropy_trained", "attention", *LORA
+        "linear_cross_entropy", "linear_cross_entropy_trained", "attention", *LORA, *EXPERTS
     }  # fmt: skip
+
+
+def test_the_bytes_of_experts_by_hand() -> None:
+    """All experts in both passes, and of each token x, the result and both gradients; one token needs few experts."""
+    many, one = (maker(tokens, torch.bfloat16, LLAMA_8B) for tokens in (1000, 1))
+    stacks, adapters = 3 * 2048 * 768 * 2, 16 * (2048 + 1536 + 768 + 2048) * 4
+    moved = {name: [CASES[name].traffic(make) for make in (many, one)] for name in EXPERTS}  # type: ignore[misc]
+    assert moved["experts"] == [128 * 2 * stacks + 1000 * 4 * 2048 * 2, 8 * 2 * stacks + 4 * 2048 * 2]
+    assert moved["experts_trained"][0] == moved["experts"][0] + 128 * stacks
+    assert moved["experts_lora"][0] == moved["experts"][0] + 3 * 128 * adapters
+    case = CASES["experts"]
+    # at 1e12 operations and 1e11 bytes a second
+    assert case.least_seconds(many, CEILING) == case.work(many) / 1e12
+    assert case.least_seconds(one, CEILING) == moved["experts"][1] / 1e11 > case.work(one) / 1e12
 
 
 def test_attention_takes_real_lengths() -> None:

@@ -22,6 +22,7 @@ from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import COMPARED_STEPS, GENERATIONS, LEARNING_RATE, RunResult, RunSettings
 from fastpack.bench.shapes import SHAPES, takes_flash_attention
 from fastpack.cli.main import main
+from fastpack.ops.quantized_stack import QuantizedStack
 
 trains_on_cpu = pytest.mark.skipif(
     not torch.cuda.is_available() and not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU"
@@ -119,6 +120,19 @@ def test_where_lora_is(shape: str, lora_experts: bool) -> None:
     assert all(name.split(".lora_A")[0].endswith(models.ATTENTION) for name in adapted if name not in of_experts)
     ranks = {len(p) // (8 if name in of_experts else 1) for name, p in adapted.items()}
     assert ranks == {models.LORA_RANK}
+
+
+@pytest.mark.usefixtures("_few_experts")
+@pytest.mark.parametrize("shape", ["tiny-moe", "gpt-oss-20b"])
+def test_experts_are_quantised_too(shape: str) -> None:
+    """Whatever the variant."""
+    pytest.importorskip("bitsandbytes")
+    for variant in ("stock padded", "fastpack"):
+        settings = replace(SMALL, variant=variant, shape=shape, mode="qlora", lora_experts=True)
+        model, _ = models.build_model(settings, torch.device("cpu"))
+        stacks = [p for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+        assert len(stacks) == 2 * 2
+        assert all(isinstance(stack, QuantizedStack) for stack in stacks)
 
 
 @pytest.mark.usefixtures("_few_experts")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.lengths import make_lengths
 
 PLAIN, OURS, LIGER = "torch", "fastpack", "Liger"
@@ -79,6 +80,7 @@ class Case:
         runs: returns the implementations by name, plain torch first. Liger's runs if it is installed.
         work: the least that forward and backward need for T tokens: bytes read and written, or operations.
         bound: the rate of the machine that limits this work.
+        traffic: for work in operations, the bytes that are read and written at least, if these may take longer.
     """
 
     name: str
@@ -87,6 +89,12 @@ class Case:
     runs: Callable[[Inputs], dict[str, Run]]
     work: Callable[[Maker], int]
     bound: Literal["bandwidth", "flops"] = "bandwidth"
+    traffic: Callable[[Maker], int] | None = None
+
+    def least_seconds(self, make: Maker, ceiling: Ceiling) -> float:
+        """Return the seconds that forward and backward take at least, at the rates of a machine."""
+        seconds: float = self.work(make) / getattr(ceiling, self.bound)
+        return seconds if self.traffic is None else max(seconds, self.traffic(make) / ceiling.bandwidth)
 
 
 def liger_run(module: str, name: str, *more: Any) -> Run:

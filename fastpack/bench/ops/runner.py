@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
-from fastpack.bench.ops import elementwise_cases, lora_cases, loss_attention_cases
+from fastpack.bench.ops import elementwise_cases, expert_cases, lora_cases, loss_attention_cases
 from fastpack.bench.ops.case import LIGER, PLAIN, SMALL, Case, Inputs, Maker, Run
 from fastpack.bench.settings import OUT_OF_MEMORY
 from fastpack.bench.shapes import make_config
 from fastpack.utils.console import headed, room_for, without_empty
 
-CASES = {case.name: case for module in (elementwise_cases, loss_attention_cases, lora_cases) for case in module.CASES}
+MODULES = (elementwise_cases, loss_attention_cases, lora_cases, expert_cases)
+CASES = {case.name: case for module in MODULES for case in module.CASES}
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
 CACHES = 3
 """All sets of inputs together are at least so many times as large as the cache."""
@@ -73,7 +74,7 @@ def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpResult]:
     """Time all implementations of one op at one T."""
     device = make.generator.device
     make.generator.manual_seed(0)
-    inputs, limit = case.inputs(make), getattr(ceiling, case.bound)
+    inputs = case.inputs(make)
     rows: list[OpResult] = []
     for name, run in runs_of(case, inputs).items():
         row = OpResult(case.name, name, make.tokens)
@@ -82,7 +83,7 @@ def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpResult]:
             calls = [_both(run, each, make.generator) for each in sets]
             row.forward = time_calls([partial(run, *each) for each in sets], device)
             row.both = time_calls(calls, device)
-            row.share = case.work(make) / row.both / limit
+            row.share = case.least_seconds(make, ceiling) / row.both
             row.peak_memory = peak_extra_memory(calls[0], device)
         except torch.OutOfMemoryError:
             row.error = OUT_OF_MEMORY
