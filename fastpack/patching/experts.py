@@ -35,15 +35,14 @@ def plan_experts(recognised: Recognised, runtime: Runtime) -> tuple[list[Experts
 
 
 def _without_spec(recognised: Recognised) -> Skipped:
-    """Return a note on each class of experts for which the family has no spec; classes with one have other notes."""
-    backbone, family = recognised.backbone, recognised.family
-    classes = {cls.__name__: cls for cls in map(stock_class, backbone.modules()) if cls.__name__.endswith(NAMED)}
-    known = {spec.mxfp4 for spec in family.fast.values() if isinstance(spec, ExpertsSpec)}
+    """Return a note on each class of experts that has no spec, unless another note says why it runs stock."""
+    names = {stock_class(module).__name__ for module in recognised.backbone.modules()}
+    of_mxfp4 = {spec.mxfp4 for spec in recognised.family.fast.values() if isinstance(spec, ExpertsSpec)}
+    known = {*recognised.specs, *recognised.unknown, *dict(recognised.skipped)} | of_mxfp4
     return tuple(
         (name, "fastpack has no forward for experts of this kind: their own runs")
-        for name, cls in sorted(classes.items())
-        if name not in known
-        and not any(base.__module__ == family.module and base.__name__ in family.fast for base in cls.__mro__)
+        for name in sorted(names)
+        if name.endswith(NAMED) and name not in known
     )
 
 

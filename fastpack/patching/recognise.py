@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_spec, stock_mixing
-from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, ExpertsSpec, Family, MixerSpec, Spec
 from fastpack.layers.liger import stands_for
 from fastpack.layers.read_projection import refuse_rows
 from fastpack.layers.rope_tables import unknown_tables
@@ -84,7 +84,11 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     classes, others = known_classes(backbone, family)
     if parts.head is not None and own_class(parts.head, family) and replaced_forward(parts.head) is None:
         classes.append(stock_class(parts.head))
-    specs = {cls.__name__: proved_spec(cls, family) for cls in classes if cls.__name__ in family.fast}
+    specs = {
+        cls.__name__: proved_spec(cls, family)
+        for cls in classes
+        if cls.__name__ in family.fast and not _other_experts(backbone, family, cls)
+    }
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
     if (strange := unknown_tables(backbone)) is not None:
         attention = [name for name in specs if isinstance(family.fast[name], AnyAttentionSpec)]
@@ -99,6 +103,14 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
         replaced_layers=tuple(layers),
         attends_by=attends_by,
         skipped=skipped + others,
+    )
+
+
+def _other_experts(backbone: nn.Module, family: Family, cls: type) -> bool:
+    """Return whether a class of experts has no such stacks as its spec names: in this release it is of another kind."""
+    spec = family.fast[cls.__name__]
+    return isinstance(spec, ExpertsSpec) and not any(
+        hasattr(module, spec.inner) for module in backbone.modules() if stock_class(module) is cls
     )
 
 
