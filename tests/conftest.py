@@ -46,7 +46,8 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     for group in groups.values():
         (size,) = group[0].get_closest_marker("sample").args  # type: ignore[union-attr]
         seen: set[tuple[str, int]] = set()
-        values = {item: {*item.callspec.indices.items()} for item in group}  # type: ignore[attr-defined]
+        parameters = {item: item.callspec.params for item in group}  # type: ignore[attr-defined]
+        values = {item: {(name, id(value)) for name, value in by.items()} for item, by in parameters.items()}
         for _ in range(min(size, len(group))):
             best = max(group, key=lambda item: len(values[item] - seen))
             seen |= values[best]

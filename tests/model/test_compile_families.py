@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("compile_anew")
 FAMILIES = [f.model_type for f in FAST_FAMILIES if f.model_type in model_types() and not f.drops_packing]
 TRACED = {
     "attention": "attention.attend_heads",
+    "experts": "experts.experts_forward",
     "head": "head.head_forward",
     "layer": "decoder._run",
     "mlp": "mlp.mlp_block",
