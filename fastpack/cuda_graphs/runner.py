@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpack.cuda_graphs.gradients import ROUTER_LOGITS
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
 from fastpack.cuda_graphs.recordings import GraphSettings, Recordings, StackState
 from fastpack.cuda_graphs.stack import Stack
-from fastpack.cuda_graphs.step import ROUTER_LOGITS, PendingBackward, RecordedStep, Request
+from fastpack.cuda_graphs.step import PendingBackward, RecordedStep, Request
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens

@@ -7,15 +7,16 @@ Shape suffixes: T real tokens, Tb tokens of the bucket, N sequences of the bucke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fastpack.cuda_graphs.gradients import ROUTER_LOGITS, find_gradients, no_autocast, recorded_outputs
 from fastpack.cuda_graphs.pieces import cut_between
 from fastpack.cuda_graphs.recorder import CapturedPass, CaptureRefusedError, Recorder
 from fastpack.cuda_graphs.stack import Stack
@@ -166,7 +167,7 @@ class RecordedStep:
             return recorded_outputs(outputs)
 
         def backward(outputs: list[Tensor]) -> Sequence[Tensor | None]:
-            with stack.recordable(aliases), _no_autocast(device):  # checkpointing runs modules again
+            with stack.recordable(aliases), no_autocast(device):  # checkpointing runs modules again
                 return torch.autograd.grad(outputs, inputs, self._grads)
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -175,7 +176,7 @@ class RecordedStep:
                 # matmuls or not.
                 self._embeddings.zero_()
                 with stack.recordable(aliases):
-                    has_gradient, outputs, self._pads_with_zeros = _find_gradients(
+                    has_gradient, outputs, self._pads_with_zeros = find_gradients(
                         forward, leaf, aliases, may_draw=not stack.checkpoints
                     )
                 self.parameters = [p for p, alias in aliases.items() if has_gradient[alias]]
@@ -287,94 +288,12 @@ def _host_lengths_refused() -> Iterator[None]:
         raise CaptureRefusedError(str(error)) from error
 
 
-def _find_gradients(
-    forward: Callable[[], list[Tensor]], leaf: Tensor, aliases: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
-) -> tuple[dict[Tensor, bool], list[Tensor], bool]:
-    """Run one eager pass and find which tensors have gradients.
-
-    Args:
-        forward: the pass.
-        leaf: the embeddings.
-        aliases: the aliases of the trained parameters.
-        may_draw: whether the pass may draw random numbers on its device, which a replay draws anew.
-
-    Returns:
-        Whether the leaf and each alias has a gradient; the outputs; and whether these and all gradients are finite.
-
-    Raises:
-        CaptureRefusedError: the pass draws random numbers when it may not; it reads a parameter that no module of the
-            stack has among its own (whose gradient would be lost); or nothing has a gradient.
-    """
-    candidates = [t for t in (leaf, *aliases.values()) if t.requires_grad]
-    before = _random_states(leaf.device)
-    outputs = forward()
-    leaves = _leaf_ids(outputs)
-    if not leaves <= {id(t) for t in candidates}:
-        raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
-    if not leaves:
-        raise CaptureRefusedError("nothing in the stack has a gradient")
-    with _no_autocast(leaf.device):
-        zeros = [torch.zeros_like(output) for output in outputs]
-        gradients = torch.autograd.grad(outputs, candidates, zeros, allow_unused=True)
-    drew = [not torch.equal(a, b) for a, b in zip(before, _random_states(leaf.device), strict=True)]
-    if drew[0] and not may_draw:
-        raise CaptureRefusedError("it draws random numbers (dropout) under gradient checkpointing")
-    if any(drew[1:]):
-        raise CaptureRefusedError("it draws random numbers on the host")
-    has_gradient = {leaf: False, **{t: gradient is not None for t, gradient in zip(candidates, gradients, strict=True)}}
-    finite = all(bool(t.isfinite().all()) for t in (*outputs, *gradients) if t is not None)
-    return has_gradient, [output.detach() for output in outputs], finite
-
-
-def _leaf_ids(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the ids of the tensors at which the autograd graph of ``outputs`` ends."""
-    ids: set[int] = set()
-    visited: set[Any] = set()
-    stack: list[Any] = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            ids.add(id(node.variable))
-        stack.extend(following for following, _ in node.next_functions)
-    return ids
-
-
 def _versions(parameters: Sequence[Tensor]) -> int:
     """Return a number that grows with every in-place change of a parameter."""
     return sum(map(_version, parameters))
 
 
 _version = attrgetter("_version")
-
-
-ROUTER_LOGITS = "router_logits"
-"""The name of the routers' logits in a backbone's outputs."""
-
-
-def recorded_outputs(outputs: Any) -> list[Tensor]:
-    """Return the hidden states ``[1, Tb, H]`` and, if a backbone returned them, the routers' logits ``[R, Tb, E]``.
-
-    Raises:
-        CaptureRefusedError: the backbone returned something else too, or logits that can't be stacked or have no
-            gradient.
-    """
-    hidden = outputs.last_hidden_state
-    recorded = ("last_hidden_state", ROUTER_LOGITS)
-    extras = [name for name, value in outputs.items() if value is not None and name not in recorded]
-    if extras:
-        raise CaptureRefusedError(f"it also returns {', '.join(extras)}")
-    logits = getattr(outputs, ROUTER_LOGITS, None)
-    if logits is None:
-        return [hidden]
-    if len({each.shape for each in logits}) != 1 or logits[0].ndim != 2 or len(logits[0]) != hidden.shape[1]:
-        raise CaptureRefusedError(f"its routers' logits have shapes {[tuple(each.shape) for each in logits]}")
-    stacked = torch.stack(logits)
-    if not stacked.requires_grad:
-        raise CaptureRefusedError("its routers' logits have no gradient")
-    return [hidden, stacked]
 
 
 def _uncached_autocast(device: torch.device) -> torch.autocast:
@@ -386,21 +305,6 @@ def _uncached_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(
         kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
     )
-
-
-def _no_autocast(device: torch.device) -> torch.autocast:
-    """Return a context without autocast, for a backward.
-
-    A loss's backward runs outside autocast as well. Checkpointed layers run again under the autocast of their forward.
-    """
-    return torch.autocast(device.type, enabled=False)
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the random states of the device and, if it is another, of the host."""
-    if device.type == "cuda":
-        return [torch.cuda.get_rng_state(device), torch.get_rng_state()]
-    return [torch.get_rng_state()]
 
 
 def _by_dtype(tensors: Sequence[Tensor | None]) -> list[list[int]]:

@@ -168,7 +168,7 @@ def test_memory_may_be_short_for_the_pass_before_a_recording(monkeypatch: pytest
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(step_module, "_find_gradients", full)
+    monkeypatch.setattr(step_module, "find_gradients", full)
     check(step(model), step(plain))
     assert runner(model).stats.eager == {TOO_LARGE: 1}
 
@@ -223,8 +223,8 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
         check(step(model, lengths), step(plain, lengths))
     assert not any(recorded._pads_with_zeros for recorded in runner(model)._recordings.steps.values())
     assert runner(model).stats.replays == 3
-    find_gradients = step_module._find_gradients
-    monkeypatch.setattr(step_module, "_find_gradients", lambda *a, **k: (*find_gradients(*a, **k)[:2], True))
+    find_gradients = step_module.find_gradients
+    monkeypatch.setattr(step_module, "find_gradients", lambda *a, **k: (*find_gradients(*a, **k)[:2], True))
     wrong = compare(step(graphed(models[2])), step(plain)).worst
     assert not wrong <= FLOAT32_BOUND, "negative control"
 
