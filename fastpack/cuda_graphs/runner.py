@@ -41,6 +41,8 @@ _SET_BY_PATCH = (
     "return_dict",
 )
 """Arguments that the patched forward sets itself."""
+_ROUTED = f"output_{ROUTER_LOGITS}"
+"""The argument, and the config's setting, that requests the routers' logits."""
 _FOR_THE_LOSS = ("num_items_in_batch", "shift_labels", "labels")
 """Arguments that heads pass on to the backbone, which does not read them."""
 
@@ -193,6 +195,7 @@ class GraphRunner:
             embeddings.requires_grad,
             _process(embeddings.device),
             tuple(sorted(extras.items())),
+            bool(extras.get(_ROUTED, getattr(backbone.config, _ROUTED, False))),
         )
         stack_state = self._states.get(cache_key)
         if stack_state is None:
@@ -271,7 +274,7 @@ def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str 
     for name, value in arguments.items():
         if name in _SET_BY_PATCH or name in _FOR_THE_LOSS or value is None or value is False:
             continue
-        if name == f"output_{ROUTER_LOGITS}":
+        if name == _ROUTED:
             continue
         if name.startswith("output_") or not isinstance(value, (int, float, str)):
             return f"{name} came with the batch"

@@ -69,12 +69,17 @@ class StaticBuffers:
 
     _buffers: dict[Any, Tensor] = field(default_factory=dict)
 
-    def take(self, like: Tensor, tokens: int) -> Tensor:
+    def take(self, like: Tensor, tokens: int, *, place: int = 0) -> Tensor:
         """Return ``[A, tokens, H]`` of the dtype and device of ``like`` ``[A, T, H]``.
 
         Memory that was handed out is never freed.
+
+        Args:
+            like: a tensor of the dtype, the device and the sizes A and H.
+            tokens: the number of tokens.
+            place: the place among the outputs of a step. Outputs of one size have memory of their own.
         """
-        key = (like.dtype, like.device, like.shape[0], like.shape[2])
+        key = (like.dtype, like.device, like.shape[0], like.shape[2], place)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[1] < tokens:
             buffer = self._buffers[key] = torch.zeros(
@@ -186,7 +191,7 @@ class RecordedStep:
                 self._pads_with_zeros = template._pads_with_zeros
                 outputs = template._captured.outputs
             self._write_inputs(like, request.packed)
-            self._grads = [buffers.take(output, bucket.tokens) for output in outputs]
+            self._grads = [buffers.take(output, bucket.tokens, place=i) for i, output in enumerate(outputs)]
             del outputs
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
             inputs += [aliases[p] for p in self.parameters]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fastpack.families.spec import ExpertsSpec
 from fastpack.layers.read_projection import active_update, why_not_plain, wraps_parameter
@@ -27,9 +28,9 @@ from fastpack.ops.experts.experts import ExpertLinear, experts
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
 from fastpack.ops.quantized_stack import QuantizedStack
-from fastpack.utils.classes import stock_class
+from fastpack.utils.classes import is_upstreams, place_of, stock_class
 from fastpack.utils.compile import constant
-from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.hooks import carries_hooks, own_forward
 from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import bind, parameters
@@ -37,6 +38,10 @@ from fastpack.utils.signatures import bind, parameters
 DEFAULTS = (None, "grouped_mm")
 """The values of a config's ``_experts_implementation`` if nobody has chosen one by name. By name, ``grouped_mm`` means
 the same as by default."""
+
+
+GATE_METHOD = "_apply_gate"
+"""The method of a block that computes its gated unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +57,9 @@ def experts_forward(
     patched: Replacement[ExpertsSpec, Runtime], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block of experts on ``[..., H]``, or the stock forward if its weights can't be read.
+
+    Under autocast the matmuls run in its dtype, as those of linear layers do. (Transformers' ``grouped_mm`` is not an
+    operation of autocast, and stays in the weights' dtype.)
 
     Args:
         patched: the replacement of the outermost forward: the block's own, or that of a wrapper of PEFT.
@@ -121,6 +129,9 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
         if isinstance(update, str):
             return update
         if update is not None:
+            # PEFT 0.18 never swaps the sizes of a stack's sides, 0.19 swaps them for other stacks than 0.21 does
+            if getattr(wrapper, "_did_swap_in_out_features", False) == spec.transposed:
+                return "this release of PEFT gives A the stack's other side: upgrade PEFT to 0.21"
             loras[wrapper.parameter_name] = update
         module = wrapper.base_layer
     if module is not outermost and carries_hooks(module):
@@ -128,6 +139,9 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
     chosen = chosen_by_name(getattr(module, "config", None))
     if chosen is not None:
         return f"experts_implementation={chosen!r} was chosen by name"
+    replaced = _replaced_gate(module)
+    if replaced is not None:
+        return f"its gated unit is {replaced}"
     gate = read_gate(module, spec)
     if isinstance(gate, str):
         return gate
@@ -179,10 +193,25 @@ def read_gate(module: Any, spec: ExpertsSpec) -> Gate | str:
     )
 
 
+def _replaced_gate(module: nn.Module) -> str | None:
+    """Return the place of the method that other code has put in place of a block's gated unit, or None.
+
+    The block's own forward may not call the method, but transformers' other implementations do.
+    """
+    method = module.__dict__.get(GATE_METHOD, getattr(stock_class(module), GATE_METHOD, None))
+    return None if method is None or is_upstreams(method) else place_of(method)
+
+
 def chosen_by_name(config: ConfigLike | None) -> str | None:
-    """Return the implementation of experts that the user has chosen by name, or None."""
+    """Return the implementation of experts that the user has chosen, or None.
+
+    It is chosen by its name, or by another function under the default's name in transformers' table.
+    """
     name = getattr(config, "_experts_implementation", None)
-    return None if name in DEFAULTS else str(name)
+    if name not in DEFAULTS:
+        return str(name)
+    entry = ALL_EXPERTS_FUNCTIONS.get(DEFAULTS[1]) if DEFAULTS[1] in ALL_EXPERTS_FUNCTIONS else None
+    return None if entry is None or is_upstreams(entry) else f"{DEFAULTS[1]} ({place_of(entry)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +233,8 @@ class ExpertsPlace:
         outermost, ours = self.parent._modules.get(self.name), self.replacement
         if outermost is None or outermost is ours.owner or innermost(outermost) is not innermost(ours.owner):
             return
+        if own_forward(outermost) is not None:
+            return  # of other code, which calls the block inside
         ours.undo()
         ours.owner = outermost
         ours.install()

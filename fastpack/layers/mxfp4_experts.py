@@ -67,6 +67,8 @@ def mxfp4_forward(
 
 def read_mxfp4(block: nn.Module, spec: ExpertsSpec) -> ExpertOperands | str:
     """Return the operands of a block of transformers' experts in MXFP4, or why they can't be read."""
+    if getattr(block, "_is_hooked", False):
+        return "its experts are spread over processes (expert parallelism)"
     gate = read_gate(block, spec)
     inner, down = _read_layer(block, spec.inner), _read_layer(block, spec.down)
     for part in (gate, inner, down):

@@ -1,8 +1,8 @@
 """The operands of experts: the rows of each, a matrix for each, and the gated unit between two of these.
 
 Token t's k-th choice has *slot* t K + k. A *row* is a slot's place after a stable sort by expert. Slots whose index is
-E or more belong to no expert here (another process has it), nor do those of bucket padding. Their rows come last, and
-no matmul computes them.
+E or more, or negative, belong to no expert here (another process has it), nor do those of bucket padding. Their rows
+come last, and no matmul computes them.
 
 Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, I inner dimension, O columns.
 """
@@ -60,7 +60,7 @@ class Routing:
 
     def real_slots(self) -> Tensor:
         """Return which slots belong to an expert, bool ``[T, K]``."""
-        real = self.index < self.experts
+        real = (self.index >= 0) & (self.index < self.experts)
         if self.row_count is not None:
             real &= (torch.arange(len(real), device=real.device) < self.row_count.rows)[:, None]
         return real

@@ -6,9 +6,9 @@ from fastpack.families.spec import ExpertsSpec
 from fastpack.layers.experts import ExpertsPlace, chosen_by_name, experts_forward, innermost, places_of, read_experts
 from fastpack.layers.runtime import Runtime
 from fastpack.patching.changes import forward_replacement
-from fastpack.patching.recognise import Recognised, Skipped, is_replaced, own_class
+from fastpack.patching.recognise import Recognised, Skipped, is_replaced, own_class, replaced_on_instance
 from fastpack.patching.state import PatchState
-from fastpack.utils.classes import stock_class
+from fastpack.utils.classes import place_of, stock_class
 
 NAMED = "Experts"
 """The end of the name of every class of experts in transformers."""
@@ -27,10 +27,14 @@ def plan_experts(recognised: Recognised, runtime: Runtime) -> tuple[list[Experts
             specs[id(module)] = spec
         else:
             skipped.append((type(module).__name__, f"experts_implementation={chosen!r} was chosen by name, and runs"))
-    places = [
-        ExpertsPlace(parent, name, forward_replacement(outermost, experts_forward, specs[id(block)], runtime))
-        for parent, name, outermost, block in places_of(recognised.backbone, specs)
-    ]
+    places: list[ExpertsPlace] = []
+    for parent, name, outermost, block in places_of(recognised.backbone, specs):
+        own = replaced_on_instance(outermost)
+        if outermost is not block and own is not None:
+            skipped.append((type(block).__name__, f"the forward of PEFT's wrapper is {place_of(own)}: that runs"))
+        else:
+            ours = forward_replacement(outermost, experts_forward, specs[id(block)], runtime)
+            places.append(ExpertsPlace(parent, name, ours))
     return places, tuple(skipped) + _without_spec(recognised)
 
 

@@ -26,7 +26,7 @@ from fastpack.families.spec import (
 )
 from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
-from fastpack.layers.experts import experts_forward
+from fastpack.layers.experts import experts_forward, innermost
 from fastpack.layers.liger import spec_of
 from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
@@ -336,7 +336,7 @@ def _computed_here(
     the head, may have any forward.
     """
     functions = [experts_forward, *(forward for _, forward in FAST)] + ([] if family.repadded else [backbone_forward])
-    return [*(each.module for each in planned if each.function in functions), *through_interface]
+    return [*(innermost(each.module) for each in planned if each.function in functions), *through_interface]
 
 
 def _mixing_modules(

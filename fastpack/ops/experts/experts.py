@@ -34,7 +34,7 @@ from fastpack.ops.autograd import differentiable_once, is_last_pass
 from fastpack.ops.expert_operands import Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer, kernel_rejects
-from fastpack.ops.experts.lora_factors import pack_factors
+from fastpack.ops.experts.lora_factors import STEP, pack_factors
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
@@ -142,7 +142,8 @@ def experts(
         ``[T, H]`` in x's dtype.
 
     Raises:
-        ValueError: ``implementation="triton"``, and the kernels don't support dtype or sizes.
+        ValueError: the shape of A or B doesn't fit; or ``implementation="triton"``, and the kernels don't support
+            dtype, sizes or places in memory.
 
     Example:
         >>> x, index, weights = torch.randn(5, 8), torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5)
@@ -152,10 +153,12 @@ def experts(
     """
     dtype = inner.dtype if dtype is None else dtype
     requested = implementation
+    for layer in (inner, down):
+        _check_lora(layer, transposed)
     scales = tuple(1.0 if layer.lora is None else layer.lora.scale for layer in (inner, down))
     if use_triton(implementation, x):
         widths = [*inner.shape[1:], *down.shape[1:]]
-        served = kernel_serves(implementation, "experts", kernel_rejects(x.to(dtype), widths))
+        served = kernel_serves(implementation, "experts", kernel_rejects(dtype, widths, [inner.weight, down.weight]))
         implementation = "triton" if served else "torch"
     else:
         implementation = "torch"
@@ -165,6 +168,20 @@ def experts(
     )
     result: Tensor = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
     return result
+
+
+def _check_lora(layer: ExpertLinear, transposed: bool) -> None:
+    if layer.lora is None:
+        return
+    count, *sides = layer.shape
+    columns, width = reversed(sides) if transposed else sides
+    a, b = layer.lora.a, layer.lora.b
+    rank = a.shape[0] // count
+    if a.shape != (rank * count, width) or b.shape != (columns, rank * count):
+        raise ValueError(
+            f"A is {tuple(a.shape)} and B {tuple(b.shape)}, but a stack of {count} experts from {width} to {columns} "
+            f"has A (E r, {width}) and B ({columns}, r E)."
+        )
 
 
 class _Experts(torch.autograd.Function):
@@ -277,7 +294,10 @@ class _Layer:
         assert weight is not None
         if self.format is None:
             return Stack(weight.to(settings.dtype).contiguous(), self.transposed)
-        dense = self.format.stored(weight, settings.dtype, settings.dequantize, routing.offsets)
+        # a kernel's last step may read the next expert's matrix, times zero
+        defined = any(size % STEP for size in self.shape[1:])
+        offsets = None if defined else routing.offsets
+        dense = self.format.stored(weight, settings.dtype, settings.dequantize, offsets)
         return Stack(dense, self.transposed)
 
     def shrink(self, x: Tensor, routing: Routing) -> Tensor | None:

@@ -12,6 +12,8 @@ Shape suffixes: R rows, E experts, I inner dimension, O columns, M columns of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -88,9 +90,13 @@ def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor
     return out
 
 
-def kernel_rejects(x: Tensor, widths: list[int]) -> str | None:
-    """Return why the kernels can't multiply rows of these widths, or None."""
-    if x.dtype not in KERNEL_DTYPES:
-        return f"{x.dtype}, but supports float32, bfloat16 and float16"
-    odd = [width for width in widths if width * x.element_size() % 16]
-    return f"rows of {odd[0]} {x.dtype}, but needs multiples of 16 bytes" if odd else None
+def kernel_rejects(dtype: torch.dtype, widths: Sequence[int], weights: Sequence[Tensor]) -> str | None:
+    """Return why the kernels can't multiply rows of these widths, or read these weights; or None."""
+    if dtype not in KERNEL_DTYPES:
+        return f"{dtype}, but supports float32, bfloat16 and float16"
+    odd = [width for width in widths if width * dtype.itemsize % 16]
+    if odd:
+        return f"rows of {odd[0]} {dtype}, but needs multiples of 16 bytes"
+    if any(weight.data_ptr() % 16 for weight in weights):
+        return "weights whose address is not a multiple of 16 bytes"
+    return None

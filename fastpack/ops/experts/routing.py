@@ -23,7 +23,7 @@ def route(
 
     Args:
         index: ``[T, K]`` of int64 or int32, the experts that each token chose.
-        experts: E, the number of experts. A choice of E or more belongs to no expert.
+        experts: E, the number of experts. A choice of E or more, or a negative one, belongs to none.
         row_count: the number of tokens that are real, or None for all. Kernels leave the others out.
         implementation: which implementation to run; the grouped matmuls over these rows must have the same.
     """
@@ -31,7 +31,8 @@ def route(
         from fastpack.ops.kernels import routing as kernels
 
         return Routing(index, *kernels.route(index, experts, rows_of(row_count)), row_count)
-    chosen, order = index.reshape(-1).sort(stable=True)
+    slots = index.reshape(-1)
+    chosen, order = slots.where(slots >= 0, experts).sort(stable=True)
     offsets = torch.searchsorted(chosen, torch.arange(experts, device=index.device, dtype=index.dtype), right=True)
     return Routing(index, order.int(), offsets.int())
 

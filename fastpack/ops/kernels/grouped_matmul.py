@@ -98,6 +98,7 @@ def grouped_matmul(
 ) -> Tensor:
     """Compute :func:`fastpack.ops.experts.grouped_matmul.grouped_matmul`; with an update the scale must be 1."""
     assert update is None or scale == 1, "the update would be scaled, too"
+    assert stack.weight.shape[2 if stack.transposed else 1] == x.shape[1], "the kernel would read other matrices"
     rows, columns, inner = len(x), stack.columns, x.shape[1]
     out = x.new_empty(rows, columns)
     if not rows:

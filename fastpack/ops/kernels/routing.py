@@ -32,7 +32,8 @@ def _chosen(index, at, count, choices, slots, experts):
     """Return the expert of each slot; those of no expert, and slots that don't exist, get number ``experts``."""
     if count is not None:
         slots = tl.minimum(slots, tl.load(count) * choices)
-    return tl.minimum(tl.load(index + at, mask=at < slots, other=experts).to(tl.int32), experts)
+    chosen = tl.load(index + at, mask=at < slots, other=experts).to(tl.int32)
+    return tl.where((chosen >= 0) & (chosen < experts), chosen, experts)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -186,7 +187,8 @@ def _sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(CHOICES):
         slot = token * CHOICES + choice
-        filled = tl.where(tl.load(index + slot) < experts, width, 0)
+        chosen = tl.load(index + slot)
+        filled = tl.where((chosen >= 0) & (chosen < experts), width, 0)
         value = tl.load(y + slot * WIDTH + at, mask=at < filled, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + slot).to(tl.float32)

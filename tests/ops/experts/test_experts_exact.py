@@ -87,6 +87,39 @@ def test_the_definition_by_experts() -> None:
     assert worst(run(by_expert, case, values, index), run(by_token, case, values, index)) <= EXACT
 
 
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=ON_CPU.marks)])
+def test_negative_choices_add_nothing(implementation: Any) -> None:
+    case = Case(routing="elsewhere", bias=True)
+    values, index = operands(case, dtype=torch.float32), choices(case)
+    assert (index >= case.sizes[2]).any()
+    negative = index.masked_fill(index >= case.sizes[2], -1)
+    actual = run(op(implementation), case, values, negative, torch.float32)
+    assert worst(actual, run(by_token, case, values, index)) <= FLOAT32
+
+
+@pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=ON_CPU.marks)])
+def test_factors_that_do_not_fit(implementation: Any) -> None:
+    case = Case(sizes=(13, 2, 5, 32, 12))
+    values, index = operands(case, dtype=torch.float32), choices(case)
+    a, b = values["inner.a"], values["inner.b"]
+    values |= {"inner.a": torch.zeros(len(a), len(b)), "inner.b": torch.zeros(a.shape[1], b.shape[1])}
+    with pytest.raises(ValueError, match="A is"):
+        run(op(implementation), case, values, index, torch.float32)
+
+
+@ON_CPU.marks[0]
+def test_weights_at_an_odd_address() -> None:
+    """Kernels can't read them, and say so."""
+    case = Case()
+    values, index = operands(case, dtype=torch.float32), choices(case)
+    weight = values["inner.weight"].float()
+    leaves = {name: value.float() for name, value in values.items()}
+    leaves["inner.weight"] = torch.zeros(weight.numel() + 1)[1:].view(weight.shape).copy_(weight)
+    with pytest.raises(ValueError, match="16 bytes"):
+        op("triton")(case, leaves, index)
+    assert op("auto")(case, leaves, index).isfinite().all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_tiles_of_several_columns_and_steps(device: str) -> None:
     """The sizes are beyond those of a tile, and no multiples of them."""

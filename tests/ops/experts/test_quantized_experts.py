@@ -190,3 +190,22 @@ def test_bytes_in_a_library_s_own_order() -> None:
     other = replace(form, layout=layout, scales=form.scales.transpose(1, 2).flip(1), scale_layout=layout)
     assert torch.equal(other.dense(swizzled), form.dense(packed))
     assert layout.calls == 2
+
+
+@ON_CPU.marks[0]
+@pytest.mark.usefixtures("unwritten_memory_is_not_finite")
+def test_sizes_of_half_a_step() -> None:
+    """A kernel's last step reads the next expert's matrix, times zero: it must be finite, with rows or without."""
+    generator = torch.Generator().manual_seed(0)
+
+    def layer(columns: int, inner: int) -> ExpertLinear:
+        scales = torch.randint(121, 125, (3, columns, inner // 32), generator=generator, dtype=torch.uint8)
+        blocks = torch.randint(256, (*scales.shape, 16), generator=generator, dtype=torch.uint8)
+        return ExpertLinear(blocks, format=Mxfp4Format.of(scales, dtype=torch.float16))
+
+    x = torch.randn(6, 96, generator=generator).half().requires_grad_()
+    index = torch.tensor([[0]] * 3 + [[2]] * 3)
+    out = experts(x, index, torch.ones(6, 1), layer(64, 96), layer(96, 32), Gate("silu"), implementation="triton")
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
