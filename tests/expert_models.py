@@ -61,6 +61,11 @@ def outermost_of(model: Any) -> list[Any]:
     return [layer.mlp.experts for layer in plain(model).model.layers]
 
 
+def reasons(model: Any) -> list[str]:
+    """Return why blocks of experts of a patched model run stock, as its report says."""
+    return [why for what, why in fastpack.report(model).skipped if what.endswith("Experts")]
+
+
 def plain(model: Any) -> Any:
     """Return the model inside PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

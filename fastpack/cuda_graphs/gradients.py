@@ -1,4 +1,4 @@
-"""What a recording computes: the outputs of a backbone, and which tensors have gradients.
+"""The outputs of a backbone that a recording keeps, and the tensors that have gradients in it.
 
 Shape suffixes: Tb tokens of the bucket, H hidden size, R routers, E experts.
 """

@@ -27,7 +27,7 @@ ACTING = {
 }
 """Values of float settings, by their name or its last word, that are large enough to have an effect."""
 ACTING_IN_LAYERS = {"swiglu_limits": 0.5, "swiglu_limits_shared": 0.5}
-"""The same for settings that list a value for each layer; layers with 0 or None have none."""
+"""Such values for settings that list one for each layer; layers with 0 or None have none."""
 VECTOR = 0.3
 """The standard deviation of norms' weights about 1, and of biases, sinks and the like about 0."""
 GRID = 16.0

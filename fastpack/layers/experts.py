@@ -35,11 +35,8 @@ from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import bind, parameters
 
-DEFAULTS = (None, "grouped_mm")
-"""The values of a config's ``_experts_implementation`` if nobody has chosen one by name. By name, ``grouped_mm`` means
-the same as by default."""
-
-
+DEFAULT = "grouped_mm"
+"""The value of a config's ``_experts_implementation`` if nobody has chosen one. Chosen by name, it means the same."""
 GATE_METHOD = "_apply_gate"
 """The method of a block that computes its gated unit."""
 
@@ -73,13 +70,33 @@ def experts_forward(
 
             return run_quantized_experts(experts_forward, patched, hidden_states, *args, **kwargs)
         return patched.stock(hidden_states, *args, **kwargs)
-    spec = patched.spec
-    operands = read_experts(patched.owner, spec)
+    operands = read_experts(patched.owner, patched.spec)
     if isinstance(operands, str):
         return patched.stock(hidden_states, *args, **kwargs)
     cls = stock_class(innermost(patched.owner))
     arguments = bind(cls, (hidden_states, *args), kwargs)
     _, index, weights = (arguments[name] for name in parameters(cls.forward)[:3])
+    return run_experts(patched, operands, hidden_states, index, weights, operands.inner.dtype)
+
+
+def run_experts(
+    patched: Replacement[ExpertsSpec, Runtime],
+    operands: ExpertOperands,
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Run the op of experts on ``[..., H]``.
+
+    Args:
+        patched: the replacement that runs.
+        operands: the operands of its block.
+        hidden_states: the tokens.
+        index: the chosen experts ``[T, K]``.
+        weights: their weights ``[T, K]``.
+        dtype: the dtype of the matmuls outside autocast.
+    """
     count = patched.runtime.rows.count
     if count is not None and count.tokens != len(index):
         count = None  # a block that calls its experts on other rows than the layer's
@@ -90,8 +107,8 @@ def experts_forward(
         operands.inner,
         operands.down,
         operands.gate,
-        transposed=spec.transposed,
-        dtype=product_dtype(hidden_states, operands.inner.dtype),
+        transposed=patched.spec.transposed,
+        dtype=product_dtype(hidden_states, dtype),
         row_count=count,
         implementation=patched.runtime.kernels,
     )
@@ -161,17 +178,14 @@ def _read_layer(
     weight, bias = (module._parameters.get(each) for each in (name, f"{name}_bias"))
     if weight is None or (spec.bias and bias is None):
         return f"its {name} is not a plain parameter"
-    stack_format = None
-    if isinstance(weight, QuantizedStack):
-        stack_format, plain = weight.stack_format, weight.packed
-    else:
-        plain = weight
+    stack = weight if isinstance(weight, QuantizedStack) else None
+    plain = weight if stack is None else stack.packed
     reason = why_not_plain(plain, at_rest) or (why_not_plain(bias, at_rest) if bias is not None else None)
     if reason is not None:
         return reason
     if not weight.is_floating_point():
         return f"its {name} has {weight.dtype} weights"
-    return ExpertLinear(plain, bias, lora, stack_format)
+    return ExpertLinear(plain, bias, lora, None if stack is None else stack.stack_format)
 
 
 def read_gate(module: Any, spec: ExpertsSpec) -> Gate | str:
@@ -199,7 +213,8 @@ def _replaced_gate(module: nn.Module) -> str | None:
     The block's own forward may not call the method, but transformers' other implementations do.
     """
     method = module.__dict__.get(GATE_METHOD, getattr(stock_class(module), GATE_METHOD, None))
-    return None if method is None or is_upstreams(method) else place_of(method)
+    function = getattr(method, "__func__", method)
+    return None if function is None or is_upstreams(function) else place_of(function)
 
 
 def chosen_by_name(config: ConfigLike | None) -> str | None:
@@ -208,10 +223,10 @@ def chosen_by_name(config: ConfigLike | None) -> str | None:
     It is chosen by its name, or by another function under the default's name in transformers' table.
     """
     name = getattr(config, "_experts_implementation", None)
-    if name not in DEFAULTS:
+    if name not in (None, DEFAULT):
         return str(name)
-    entry = ALL_EXPERTS_FUNCTIONS.get(DEFAULTS[1]) if DEFAULTS[1] in ALL_EXPERTS_FUNCTIONS else None
-    return None if entry is None or is_upstreams(entry) else f"{DEFAULTS[1]} ({place_of(entry)})"
+    entry = ALL_EXPERTS_FUNCTIONS.get(DEFAULT)
+    return None if entry is None or is_upstreams(entry) else f"{DEFAULT} ({place_of(entry)})"
 
 
 @dataclass(frozen=True, eq=False)

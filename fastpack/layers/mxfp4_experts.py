@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from fastpack.errors import PatchError
 from fastpack.families.spec import ExpertsSpec, Family
-from fastpack.layers.experts import ExpertOperands, read_gate
+from fastpack.layers.experts import ExpertOperands, read_gate, run_experts
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.experts.experts import ExpertLinear, experts
-from fastpack.ops.linear.operands import product_dtype
+from fastpack.ops.experts.experts import ExpertLinear
 from fastpack.ops.stack_formats import Mxfp4Format
 from fastpack.utils.classes import stock_class
 from fastpack.utils.replacement import Replacement
@@ -50,19 +49,7 @@ def mxfp4_forward(
         raise PatchError(f"experts in MXFP4 can't be read any more: {operands}. Load the model anew, and patch that.")
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     logits, weights, index = holder.router(tokens)
-    result = experts(
-        tokens,
-        index,
-        weights,
-        operands.inner,
-        operands.down,
-        operands.gate,
-        transposed=patched.spec.transposed,
-        dtype=product_dtype(tokens, tokens.dtype),
-        row_count=patched.runtime.rows.count,
-        implementation=patched.runtime.kernels,
-    )
-    return result.view(hidden_states.shape), logits
+    return run_experts(patched, operands, hidden_states, index, weights, tokens.dtype), logits
 
 
 def read_mxfp4(block: nn.Module, spec: ExpertsSpec) -> ExpertOperands | str:

@@ -38,7 +38,7 @@ argument that marks these tokens, bool ``[B, S]`` or ``[B, S, H]``."""
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where the tokens of a composite's text model come from, and their gradients go to.
+    """The origin of the tokens of a composite's text model, to which their gradients go.
 
     Attributes:
         ids: the composite's ids, int64 ``[B, S]``.

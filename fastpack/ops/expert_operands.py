@@ -18,6 +18,10 @@ from torch import Tensor
 
 from fastpack.ops.row_count import RowCount
 
+STEP = 64
+"""The elements of the inner dimension that a kernel of grouped matmuls adds up in a step, in half precision."""
+NARROWEST = 16
+"""The smallest number of columns of a kernel's operand."""
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 Columns = Literal["halves", "interleaved", "plain"]
 

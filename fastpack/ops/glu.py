@@ -95,7 +95,7 @@ def gated_forward(gate: Tensor, up: Tensor, kind: ActivationKind, *, implementat
         from fastpack.ops.kernels import glu as kernels
 
         return kernels.forward(gate, up, kind)
-    return _activate(gate, kind) * up
+    return activate(gate, kind) * up
 
 
 def gated_backward(
@@ -131,9 +131,9 @@ def gated_backward(
         dgate = torch.ops.aten.silu_backward(g * up, wide)
     else:
         dgate = torch.ops.aten.gelu_backward(g * up, wide, approximate="tanh" if kind == "gelu_tanh" else "none")
-    dup = g * _activate(wide, kind)
+    dup = g * activate(wide, kind)
     if recompute:
-        grad.copy_(_activate(gate, kind) * up)
+        grad.copy_(activate(gate, kind) * up)
     out[0].copy_(dgate)
     out[1].copy_(dup)
 
@@ -156,7 +156,8 @@ class _Gated(torch.autograd.Function):
         return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
 
 
-def _activate(x: Tensor, kind: ActivationKind) -> Tensor:
+def activate(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Compute an activation elementwise, ``[...]`` in x's dtype."""
     if kind == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

@@ -5,17 +5,16 @@ Shape suffixes: T rows, K inner dimension, N columns.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpack.ops.tile_schedule import BLOCK_BELOW, schedule
+from fastpack.utils.thread_scope import ThreadScope
 
 TERMS = 4
 """The maximum number of terms in a sum: three projections and LoRA's update."""
@@ -80,10 +79,8 @@ class RowCount:
         return self.schedules[self.kinds[kind]]
 
 
-class RowScope(threading.local):
+class RowScope(ThreadScope):
     """The number of real rows in the layer that runs now, for modules inside that no keyword reaches.
-
-    Each thread has its own layer. Copies share it.
 
     Attributes:
         count: the number, or None if all rows are real.
@@ -92,14 +89,6 @@ class RowScope(threading.local):
     def __init__(self) -> None:
         """Set up without a number, once in each thread."""
         self.count: RowCount | None = None
-
-    def __deepcopy__(self, memo: Any) -> RowScope:
-        """Return the scope itself."""
-        return self
-
-    def __reduce__(self) -> tuple[type[RowScope], tuple[()]]:
-        """Pickle an empty scope."""
-        return RowScope, ()
 
     @contextmanager
     def of(self, count: RowCount | None) -> Iterator[None]:

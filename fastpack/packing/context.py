@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,12 +12,13 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.thread_scope import ThreadScope
 
 Checkpointed = Sequence[tuple[nn.Module, Callable[..., Any]]]
 """Modules that are checkpointed, each with its checkpoint function."""
 
 
-class PackingContext(threading.local):
+class PackingContext(ThreadScope):
     """The packing of a patched model whose modules drop keywords.
 
     Each thread has its own batch. Checkpointed layers run again in the backward pass, when other forwards may have
@@ -33,14 +33,6 @@ class PackingContext(threading.local):
         """Set up without a batch, once in each thread, with all attributes that a compiler looks for."""
         self.packed: PackedSeqLens | None = None
         self._in_rows = False
-
-    def __deepcopy__(self, memo: Any) -> PackingContext:
-        """Return the context itself: copies share it."""
-        return self
-
-    def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
-        """Pickle an empty context."""
-        return PackingContext, ()
 
     @contextmanager
     def around(self, backbone: nn.Module, packed: PackedSeqLens) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a patch changes on a model that transformers has loaded in MXFP4, besides what it changes on any other."""
+"""The changes that a patch makes only to a model that transformers has loaded in MXFP4."""
 
 from __future__ import annotations
 

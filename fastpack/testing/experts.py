@@ -20,6 +20,7 @@ from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.rule import CONTROL
 from fastpack.exactness.verification import Check, Verification
 from fastpack.layers.read_projection import wraps_parameter
+from fastpack.patching.experts import NAMED
 from fastpack.testing.record import Row, Setting
 
 EXPERTS = "experts"
@@ -69,7 +70,7 @@ def stacks_of(model: nn.Module) -> list[str]:
     return [
         f"{name}.{parameter}" if name else parameter
         for name, module in model.named_modules()
-        if type(module).__name__.endswith("Experts")
+        if type(module).__name__.endswith(NAMED)
         for parameter, value in module.named_parameters(recurse=False)
         if value.ndim == 3
     ]
@@ -108,7 +109,7 @@ def stacked(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def why_stock(model: nn.Module) -> str | None:
     """Return why some experts of a patched model run stock, as its report says, or None."""
-    notes = [f"{what}: {why}" for what, why in fastpack.report(model).skipped if what.endswith("Experts")]
+    notes = [f"{what}: {why}" for what, why in fastpack.report(model).skipped if what.endswith(NAMED)]
     return "; ".join(notes) or None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.utils.compile import cached_constant, constant
+from fastpack.utils.compile import cached_constant
 
 _COMPUTING_METHODS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 """Special methods that change what a module computes; the other special methods copy, restore or print it."""
@@ -136,8 +136,8 @@ def package_of(code: object) -> str:
     return place_of(code).partition(".")[0]
 
 
-@constant
-def is_upstreams(function: object) -> bool:
+@cached_constant
+def is_upstreams(function: Any) -> bool:
     """Return whether a function is written in transformers or torch, and decorated by these packages alone."""
     return package_of(function) in ("transformers", "torch")
 

@@ -16,6 +16,7 @@ from expert_models import (
     fill,
     lora_config,
     outermost_of,
+    reasons,
     with_expert_lora,
 )
 from oracle import FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
@@ -50,11 +51,6 @@ def logits_of(model: Any) -> Tensor:
             return torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in SEQUENCES])
         result: Tensor = model(**batch).logits[0]
         return result
-
-
-def reasons(model: Any) -> list[str]:
-    """Return the report's reasons for blocks of experts that run as they are."""
-    return [why for what, why in fastpack.report(model).skipped if what.endswith("Experts")]
 
 
 @pytest.mark.parametrize("patch", ["first", "between", "after"])

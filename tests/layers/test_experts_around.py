@@ -16,6 +16,7 @@ from expert_models import (
     expert_model,
     outermost_of,
     plain,
+    reasons,
     with_expert_lora,
 )
 from oracle import FLOAT32_BOUND, Result, compare, flat, make_sequences, relative, run_alone, run_batch
@@ -30,10 +31,6 @@ import fastpack
 
 SEQUENCES = make_sequences(VOCAB, (7, 1, 9))
 BUILD = {"whole": expert_model, "LoRA": lambda model_type, **more: with_expert_lora(expert_model(model_type, **more))}
-
-
-def reasons(model: Any) -> list[str]:
-    return [why for what, why in fastpack.report(model).skipped if what.endswith("Experts")]
 
 
 # --- hooks and forwards of others -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from mxfp4_models import STACKS, dense_model, loaded_in_mxfp4
+from op_checks import count_calls
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, run_alone, run_batch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import VOCAB, tiny_model
@@ -59,14 +60,7 @@ def test_attention_lora_over_the_model_as_it_is_loaded(
     wrapped = model
     for step in steps:
         wrapped = step(wrapped)  # type: ignore[operator]
-    made: list[torch.Size] = []
-    stored = Mxfp4Format.stored
-
-    def counted(stack_format: Mxfp4Format, *args: Any) -> Any:
-        made.append(stack_format.shape)
-        return stored(stack_format, *args)
-
-    monkeypatch.setattr(Mxfp4Format, "stored", counted)
+    made = count_calls(monkeypatch, Mxfp4Format, "stored")
     check(wrapped, alone, ("packed_seq_lens",))
     assert len(made) == 4 * len(forwards), "each stack once in the forward and once in the backward"
     check(wrapped, alone, ("padded left",))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
+from op_checks import count_calls
 from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -64,14 +65,7 @@ def test_exact_against_the_dequantised_model(model_type: str, adapters: bool, mo
     kept = [each.packed.clone() for each in stacks_of(model).values()]
     fastpack.patch(model)
     assert fastpack.report(model).swapped["experts"] == count // 2
-    made: list[torch.Size] = []
-    stored = FourBitFormat.stored
-
-    def counted(stack_format: FourBitFormat, *args: Any) -> Any:
-        made.append(stack_format.shape)
-        return stored(stack_format, *args)
-
-    monkeypatch.setattr(FourBitFormat, "stored", counted)
+    made = count_calls(monkeypatch, FourBitFormat, "stored")
     for kind in ("packed_seq_lens", "padded left"):
         made.clear()
         error = compare(run_batch(model, sequences, kind), alone)

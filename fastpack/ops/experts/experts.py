@@ -31,18 +31,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastpack.ops.autograd import differentiable_once, is_last_pass
-from fastpack.ops.expert_operands import Gate, Routing, Stack
+from fastpack.ops.expert_operands import NARROWEST, STEP, Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer, kernel_rejects
-from fastpack.ops.experts.lora_factors import STEP, pack_factors
+from fastpack.ops.experts.lora_factors import pack_factors
 from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
 from fastpack.ops.row_count import RowCount
 from fastpack.ops.stack_formats import StackFormat
-
-NARROWEST = 16
-"""The smallest number of columns of a kernel's operand."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastpack.ops.expert_operands import Gate, Routing
+from fastpack.ops.experts.routing import row_weights
+from fastpack.ops.glu import activate
 
 
 def gate_forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
@@ -56,15 +58,15 @@ def gate_backward(
     wide = torch.promote_types(inner.dtype, torch.float32)
     here = torch.arange(len(grad), device=grad.device)[:, None] < routing.offsets[-1]
     g = grad.to(wide).where(here, 0)
-    row_weights = weights.reshape(-1, 1)[routing.order].to(wide)
+    by_row = row_weights(weights, routing).to(wide)
     with torch.enable_grad():
         leaf = inner.detach().to(wide).where(here, 0).requires_grad_()
         a = _define(leaf, gate)
-        (of_inner,) = torch.autograd.grad(a, leaf, g * row_weights)
+        (of_inner,) = torch.autograd.grad(a, leaf, g * by_row)
     of_weights = torch.zeros(weights.shape, dtype=wide, device=grad.device)
     of_weights.view(-1)[routing.order] = (g * a.detach()).sum(1)
     if keep:
-        grad.copy_(a.detach() * row_weights)
+        grad.copy_(a.detach() * by_row)
     return of_inner.to(inner.dtype), of_weights
 
 
@@ -82,8 +84,8 @@ def _define(inner: Tensor, gate: Gate) -> Tensor:
 
 
 def _activate(x: Tensor, gate: Gate) -> Tensor:
-    if gate.kind == "silu":
-        return x * torch.sigmoid(gate.alpha * x) if gate.alpha != 1 else F.silu(x)
+    if gate.kind == "silu" and gate.alpha != 1:
+        return x * torch.sigmoid(gate.alpha * x)
     if gate.kind == "relu2":
         return F.relu(x).square()
-    return F.gelu(x, approximate="tanh" if gate.kind == "gelu_tanh" else "none")
+    return activate(x, gate.kind)

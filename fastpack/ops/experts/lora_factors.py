@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STEP = 64
-"""The ranks that a grouped matmul adds up in a step."""
+from fastpack.ops.expert_operands import NARROWEST, STEP
 
 
 def padded_rank(rank: int) -> int:
-    """Return the rank that kernels pad to: a power of two from 16 to :data:`STEP`, or a multiple of the latter."""
-    return max(16, 1 << (rank - 1).bit_length()) if rank <= STEP else -(-rank // STEP) * STEP
+    """Return the rank that kernels pad to: a power of two up to :data:`STEP`, or a multiple of that."""
+    return max(NARROWEST, 1 << (rank - 1).bit_length()) if rank <= STEP else -(-rank // STEP) * STEP
 
 
 def pack_factors(a: Tensor, b: Tensor, experts: int, dtype: torch.dtype, *, for_kernels: bool) -> tuple[Tensor, Tensor]:

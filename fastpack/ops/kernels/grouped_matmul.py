@@ -19,14 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpack.ops.expert_operands import Routing, Stack
+from fastpack.ops.expert_operands import STEP, Routing, Stack
 from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
 from fastpack.ops.kernels.routing import TILE_ROWS
 
 WIDEST, NARROW = 256, 64
 """The columns of the widest tile, and those up to which a tile has few warps and many stages."""
-STEP = 64
-"""The elements of the inner dimension in a step."""
 OUTER_ROWS, OUTER_M, OUTER_N = 64, 128, 256
 
 

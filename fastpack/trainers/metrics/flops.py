@@ -26,12 +26,11 @@ from fastpack.errors import UnsupportedModelError
 from fastpack.families.registry import family_of
 from fastpack.model.unwrap import find_parts
 from fastpack.utils.classes import stock_class
-from fastpack.utils.modules import TOWERS, decoder_layers
+from fastpack.utils.modules import TOWERS, decoder_layers, experts_per_token
 from fastpack.utils.protocols import AdapterLike, ConfigLike
 
 _KNOWN_TIERS = ("fast", "varlen")
 """The tiers of families in which only attention mixes tokens."""
-_ROUTED = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> 
         weight = getattr(module, "weight", None)
         yield module.in_features * module.out_features, getattr(weight, "requires_grad", False)
     else:
-        experts = _experts_per_token(config)
+        experts = experts_per_token(config)
         for key, parameter in module.named_parameters(recurse=False):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             if len(shape) == 2 and key == "weight":
@@ -141,7 +140,7 @@ def _lora_weights(module: AdapterLike, config: ConfigLike) -> Iterator[tuple[int
     """
     name, dora = type(module).__name__, getattr(module, "use_dora", {})
     stacked = getattr(module, "num_experts", 1)  # PEFT's wrapper of a parameter; 1 for a matrix
-    routed = _experts_per_token(config) if stacked > 1 else 1
+    routed = experts_per_token(config) if stacked > 1 else 1
     if not hasattr(module, "lora_A") or module.lora_embedding_A or any(dora.values()) or routed is None:
         raise UnsupportedModelError(f"there is no formula for PEFT's {type(module).__module__}.{name}.")
     for adapter in module.active_adapters:
@@ -149,11 +148,6 @@ def _lora_weights(module: AdapterLike, config: ConfigLike) -> Iterator[tuple[int
             for part in (module.lora_A, module.lora_B):
                 for size, trains in _weights(part[adapter], config):
                     yield size * routed // stacked, trains
-
-
-def _experts_per_token(config: ConfigLike) -> int | None:
-    """Return the number of experts that a token is routed to, or None without such experts."""
-    return next((n for n in (getattr(config, key, None) for key in _ROUTED) if isinstance(n, int)), None)
 
 
 def _scores(module: nn.Module, config: ConfigLike) -> int:
