@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
-PAUSE = 4e6
-"""Cycles for which the device waits while calls are queued, about 2 ms."""
+CYCLES = 2e9
+"""The most cycles of a device in a second."""
 QUEUED_SECONDS = 1.2e-3
-"""How long the host may take for one batch of calls: less than the pause."""
+"""How long the host may take for one batch of more than one call."""
+PAUSES = 2
+"""The device waits for this many times as long as the host takes for a batch."""
 SAMPLE_SECONDS = 5e-3
 """The longest work on the device for one sample."""
 TOTAL_SECONDS = 1.0
@@ -80,10 +82,11 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repe
     )
     batch = max(1, min(len(calls) * 4, 64, int(QUEUED_SECONDS / host), int(SAMPLE_SECONDS / alone) + 1))
     repeats = max(min(repeats, FEWEST), min(repeats, int(TOTAL_SECONDS / (batch * alone))))
+    pause = int(CYCLES * PAUSES * max(QUEUED_SECONDS, batch * host))
     samples: list[float] = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(int(PAUSE))
+        torch.cuda._sleep(pause)
         begin.record()
         for call in itertools.islice(turns, batch):
             outputs.append(call())

@@ -49,13 +49,17 @@ class TokenStatistics:
     This is no dataclass, since FSDP's casts copy every dataclass among the arguments, and the copy would be filled in.
 
     Attributes:
+        aux_loss_coef: the factor of the auxiliary loss of experts in the loss, or None for the head's own.
         sums: float32 ``[3]``: the sum of the predictions' entropies, the number of labels that are the likeliest token,
             and the number of labels. None if no fused loss ran.
+        aux_loss: the auxiliary loss of experts, without its factor and its gradient; None if it is no part of the loss.
     """
 
-    def __init__(self) -> None:
-        """Set up without sums."""
+    def __init__(self, aux_loss_coef: float | None = None) -> None:
+        """Set up without statistics."""
+        self.aux_loss_coef = aux_loss_coef
         self.sums: Tensor | None = None
+        self.aux_loss: Tensor | None = None
 
 
 def is_trl_forward(forward: Any) -> bool:
@@ -281,10 +285,17 @@ def fused_head(
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None
     if spec.balanced and arguments["output_router_logits"]:
+        mask = arguments.get("attention_mask")
+        if mask is None and loss.is_cuda:  # without one, transformers before 5.24 waits for the device in each layer
+            mask = outputs.router_logits[0].new_ones(1, len(outputs.router_logits[0]))
         balance = sys.modules[stock_class(head).__module__].load_balancing_loss_func(
-            outputs.router_logits, head.num_experts, head.num_experts_per_tok, arguments.get("attention_mask")
+            outputs.router_logits, head.num_experts, head.num_experts_per_tok, mask
         )
-        loss = loss + head.router_aux_loss_coef * balance.to(loss.device)
+        factor = head.router_aux_loss_coef
+        if token_statistics is not None:
+            token_statistics.aux_loss = balance.detach()
+            factor = factor if token_statistics.aux_loss_coef is None else token_statistics.aux_loss_coef
+        loss = loss + factor * balance.to(loss.device)
     return MoeCausalLMOutputWithPast(
         loss=loss,
         aux_loss=balance,

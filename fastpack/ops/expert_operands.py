@@ -36,6 +36,7 @@ class Routing:
         offsets: int32 ``[E]``, the end of each expert's rows.
         tiles: int32 ``[*, 2]``, the expert and the first row of each tile of a grouped matmul; for kernels only.
         tile_count: int32 ``[1]``, the number of these tiles; for kernels only.
+        rows: int32 ``[R]``, the row of each slot; for kernels only.
         row_count: the number of real tokens, for kernels only, or None if all are real. The slots of the others belong
             to no expert.
     """
@@ -45,6 +46,7 @@ class Routing:
     offsets: Tensor
     tiles: Tensor | None = None
     tile_count: Tensor | None = None
+    rows: Tensor | None = None
     row_count: RowCount | None = None
 
     @property

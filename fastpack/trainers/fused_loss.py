@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
+from fastpack.model.unwrap import find_parts
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
 from fastpack.patching.state import FUSED_LOSS, trainer_record
@@ -39,7 +40,7 @@ class FusedLossState:
         stock: the number of micro-batches with TRL's loss.
         why_stock: why the last micro-batch with TRL's loss did not get the fused loss.
         pending: for each micro-batch whose metrics have not been read from the device yet: its
-            :attr:`TokenStatistics.sums` and its number of tokens.
+            :attr:`TokenStatistics.sums`, its number of tokens, and its auxiliary loss of experts, 0 without one.
         changes: the replacements on the trainer.
     """
 
@@ -124,9 +125,11 @@ def _settings(trainer: TrainerLike) -> Iterator[str]:
         yield f"loss_type is {trainer.args.loss_type!r}"
     if trainer.label_smoother is not None:
         yield "its labels are smoothed"
-    if trainer.aux_loss_enabled:
-        yield "it adds the auxiliary loss of experts with its own factor (router_aux_loss_coef=0.0 leaves that out)"
-    elif getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
+    if trainer.aux_loss_enabled and not hasattr(find_parts(trainer.model).head, "router_aux_loss_coef"):
+        yield "it adds the auxiliary loss of experts, which its head doesn't have (router_aux_loss_coef=0.0 omits it)"
+    elif not trainer.aux_loss_enabled and getattr(
+        trainer.model.config.get_text_config(), "output_router_logits", False
+    ):
         yield "the head would add the auxiliary loss of experts, and this trainer leaves it out"
 
 
@@ -190,20 +193,30 @@ def _fused(
     trainer: TrainerLike, state: FusedLossState, model: nn.Module, inputs: dict[str, Any], num_items: Any
 ) -> Tensor | None:
     """Return the head's fused loss of a micro-batch, or None if the head ran its stock forward instead."""
-    statistics = TokenStatistics()
+    ranks = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+    balanced = trainer.aux_loss_enabled
+    # the auxiliary loss is a mean over micro-batches, and the whole loss is multiplied by the number of ranks below
+    factor = trainer.router_aux_loss_coef / trainer.current_gradient_accumulation_steps / ranks if balanced else None
+    statistics = TokenStatistics(factor)
     # a step without labels has a loss of zero, as in TRL
     divisor = torch.as_tensor(num_items, device=inputs["labels"].device).clamp(min=1)
     call = {**inputs, "use_cache": False, "num_items_in_batch": divisor, TOKEN_STATISTICS: statistics}
+    if balanced:
+        call["output_router_logits"] = True
     outputs = model(**call)
     loss: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.loss
     if statistics.sums is None:
         state.unserved = "the head ran its stock forward, as it does with a cache or for attention weights"
         return None
-    if trainer.args.average_tokens_across_devices:
-        loss = loss * trainer.accelerator.num_processes
+    if balanced and statistics.aux_loss is None:
+        state.unserved = "the head leaves out the auxiliary loss of experts"
+        return None
+    if ranks > 1:
+        loss = loss * ranks
     tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].shape[1]
     num_tokens = statistics.sums.new_zeros(1).add_(tokens)  # assigning a number would wait for the device
-    state.pending.append(torch.cat([statistics.sums, num_tokens]))
+    aux_loss = num_tokens.new_zeros(1) if statistics.aux_loss is None else statistics.aux_loss.float().view(1)
+    state.pending.append(torch.cat([statistics.sums, num_tokens, aux_loss]))
     state.fused += 1
     return loss
 
@@ -221,8 +234,10 @@ def _read_pending(trainer: TrainerLike, state: FusedLossState) -> None:
     sums = trainer.accelerator.reduce(torch.stack(state.pending), reduction="sum")
     state.pending.clear()
     metrics = trainer._metrics["train"]
-    for entropy, likeliest, labels, tokens in sums.tolist():
+    for entropy, likeliest, labels, tokens, aux_loss in sums.tolist():
         metrics["entropy"].append(entropy / labels if labels else 0.0)
         metrics["mean_token_accuracy"].append(likeliest / labels if labels else 0.0)
         trainer._total_train_tokens += int(tokens)
+        if trainer.aux_loss_enabled:
+            metrics["aux_loss"].append(aux_loss / trainer.accelerator.num_processes)
     metrics["num_tokens"] = [trainer._total_train_tokens]

@@ -111,6 +111,7 @@ class TrainerLike(Protocol):
 
     ref_model: nn.Module | None
     aux_loss_enabled: bool
+    router_aux_loss_coef: float
     loss_type: str
     loss_types: list[str]
     loss_weights: list[Any]

@@ -185,9 +185,9 @@ def test_gradient_checkpointing(kind: str, lora: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize(("model_type", "attention"), [("qwen3_moe", "auto"), ("llama", "segments"), ("llama", "flex")])
+@pytest.mark.parametrize(("model_type", "attention"), [("llama", "segments"), ("llama", "flex")])
 def test_gradient_checkpointing_where_nothing_is_recorded(model_type: str, attention: str, kind: str) -> None:
-    """Routing waits for the device, these kernels for the host: the refused recording leaves the eager pass alone."""
+    """These kernels wait for the host: the refused recording leaves the eager pass alone."""
     models = [
         fastpack.patch(build(model_type, torch.float32), attention=attention),
         graphed(build(model_type, torch.float32), attention),
@@ -197,7 +197,7 @@ def test_gradient_checkpointing_where_nothing_is_recorded(model_type: str, atten
         m.enable_input_require_grads()
     for lengths in (SMALL, LARGE):
         want, ours = (step(m, lengths) for m in models)
-        close(ours, want, bound=1e-3)  # experts are summed in any order
+        close(ours, want, bound=1e-3)
     stats = runner(models[1]).stats
     assert (stats.replays, sum(stats.eager.values())) == (0, 2), stats
 

@@ -132,6 +132,38 @@ def test_negative_control(what: str, tmp_path: Path) -> None:
         check_same(logged(trainer), expected)
 
 
+BALANCED: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "padding_free": FEEDS["padding_free"],
+    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 4},
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("what", BALANCED)
+def test_auxiliary_loss_of_experts(what: str, model_type: str, tmp_path: Path, ran: Losses) -> None:
+    """The trainer's factor counts, not the head's; the last run is the control. TRL raises for granitemoe."""
+    logs, aux_losses = [], []
+    for fused, factor in ((None, 2.0), ("fused", 2.0), ("fused", 1.9)):
+        model = tiny_model(model_type, router_aux_loss_coef=0.1)
+        trainer = trainer_of(tmp_path, model, router_aux_loss_coef=factor, **BALANCED[what])
+        logs.append(logged(fastpack.patch(trainer, loss=fused)))
+        aux_losses.append([entry["aux_loss"] for entry in trainer.state.log_history if "loss" in entry])
+    check_same(logs[1], logs[0])
+    assert aux_losses[1] == pytest.approx(aux_losses[0], rel=FLOAT32_BOUND)
+    with pytest.raises(AssertionError):
+        check_same(logs[2], logs[0])
+    assert len(ran.rows) == 2 * ran.of_trl == 2 * STEPS
+
+
+def test_auxiliary_loss_that_the_head_lacks(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.aux_loss_enabled = True
+    fastpack.patch(trainer, loss="fused")
+    assert "which its head doesn't have" in dict(fastpack.report(trainer).skipped)["loss"]
+
+
 @pytest.mark.slow
 def test_with_lora(tmp_path: Path, ran: Losses) -> None:
     results = []
@@ -184,7 +216,6 @@ KEPT: dict[str, tuple[Any, str]] = {
     "loss function": (lambda folder: with_loss_func(trainer_of(folder)), "a custom loss"),
     "class": (lambda folder: trainer_of(folder, cls=OfTheUser), "a custom loss"),
     "instance": (lambda folder: with_own_loss(trainer_of(folder)), "a custom loss"),
-    "experts": (lambda folder: trainer_of(folder, tiny_model("mixtral"), router_aux_loss_coef=0.5), "experts"),
     "head": (lambda folder: trainer_of(folder, tiny_model("gpt2")), "was not proved with the fused loss"),
 }
 

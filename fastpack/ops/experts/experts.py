@@ -1,4 +1,4 @@
-"""A block of experts as one autograd Function.
+"""A block of experts as an autograd Function, and another one for its last matmul.
 
 Definition, for token t that chose experts e_1 ... e_K with weights w_1 ... w_K:
 
@@ -13,6 +13,9 @@ never a dense update of a stack, nor a gradient of a frozen one.
 
 The backward computes the rows of x and the gated unit again. The gradient of a weight w_k is <dy down_e^T, a>, with a
 the input of ``down``, so the K results of a token need not be kept.
+
+The last matmul is apart for the sake of gradient checkpointing: it saves nothing, and torch stops a recomputation when
+the last saved tensor is there. So that matmul, a third of the forward, is not computed again at the end of a layer.
 
 A quantised stack is made dense for one matmul at a time, in the forward and again in the backward. So there is at most
 one dense stack, and none is kept.
@@ -163,7 +166,8 @@ def experts(
     settings = ExpertSettings(
         dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested, row_count
     )
-    result: Tensor = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
+    stand_in, unfinished = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
+    result: Tensor = _Finish.apply(stand_in, unfinished)
     return result
 
 
@@ -182,29 +186,31 @@ def _check_lora(layer: ExpertLinear, transposed: bool) -> None:
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd Function of :func:`experts`."""
+    """The forward of :func:`experts` without its end, and its whole backward.
+
+    It returns a tensor without memory that stands for the result in the graph, and :class:`_Unfinished`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, index: Tensor, weights: Tensor, settings: ExpertSettings, *tensors: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, _Unfinished]:
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
         routing = route(index, inner.shape[0], row_count=settings.row_count, implementation=settings.implementation)
-        settings.leave_out([inner.shape, down.shape], routing.choices)
+        settings.leave_out([inner.shape], routing.choices)
         n = gather_rows(x.to(settings.dtype), routing)
         low = inner.shrink(n, routing)
         between = inner.forward(n, low, routing)
         del n
         a = gate_forward(between, settings.gate, routing)
         low_down = down.shrink(a, routing)
-        y = down.forward(a, low_down, routing, to_slots=True)
         ctx.settings, ctx.routing = settings, routing
         ctx.save_for_backward(x, weights, between, low, low_down, *tensors)
-        return sum_slots(y, routing, weights).to(x.dtype)
+        return x.new_empty(1, 1).expand(x.shape), _Unfinished(a, low_down, weights, down, routing)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         settings, routing = ctx.settings, ctx.routing
         x, weights, between, low, low_down, *tensors = ctx.saved_tensors
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
@@ -241,6 +247,43 @@ class _Experts(torch.autograd.Function):
             rows = inner.backward(of_between, shrunk, routing, to_slots=True)
             of_x = sum_slots(rows, routing).to(x.dtype)
         return of_x, None, of_weights.to(weights.dtype) if needs_weights else None, None, *grads_inner, *grads_down
+
+
+class _Finish(torch.autograd.Function):
+    """The end of the forward. The gradient of the result is that of its stand-in."""
+
+    @staticmethod
+    def forward(_: Any, stand_in: Tensor, unfinished: _Unfinished) -> Tensor:
+        return unfinished.finish().to(stand_in.dtype)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(frozen=True, eq=False)
+class _Unfinished:
+    """What the end of a forward needs.
+
+    Attributes:
+        a: ``[R, I]``, the input of the last matmul.
+        low: ``[R, r]``, the result of :meth:`_Layer.shrink` for it, or None.
+        weights: ``[T, K]``, the weights of the chosen experts.
+        down: the last layer.
+        routing: the rows.
+    """
+
+    a: Tensor
+    low: Tensor | None
+    weights: Tensor
+    down: _Layer
+    routing: Routing
+
+    def finish(self) -> Tensor:
+        """Return the block's result ``[T, H]``."""
+        self.down.settings.leave_out([self.down.shape], self.routing.choices)
+        y = self.down.forward(self.a, self.low, self.routing, to_slots=True)
+        return sum_slots(y, self.routing, self.weights)
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     if routing.for_kernels:
         from fastpack.ops.kernels import routing as kernels
 
-        return kernels.gather_rows(x, routing.order, routing.choices)
+        return kernels.spread_rows(x, routing.rows, routing.choices)
     return x[routing.order // routing.choices]
 
 

@@ -3,7 +3,7 @@
 One program for each processor walks over tiles of the result. A table lists each tile's expert and first row, so that
 no tile has rows of two experts; rows after the expert's last one are computed, but not stored. Tensor descriptors
 (Hopper's TMA) load tiles into shared memory, and put zeros where a tile extends beyond the tensor. A low-rank update is
-added to a tile's sum before the first step.
+added to a tile's sum after the last step.
 
 In an outer product a program computes a tile of one expert's result, and walks over the expert's rows.
 
@@ -20,12 +20,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpack.ops.expert_operands import STEP, Routing, Stack
-from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, processors, stages_that_fit, wait_for_inputs
 from fastpack.ops.kernels.routing import TILE_ROWS
 
 WIDEST, NARROW = 256, 64
 """The columns of the widest tile, and those up to which a tile has few warps and many stages."""
 OUTER_ROWS, OUTER_M, OUTER_N = 64, 128, 256
+FEW_STAGES = 3
+"""With fewer stages than that, a narrower tile is faster."""
+RESERVED = 33 * 2**10
+"""The bytes of shared memory that a tile's results take on their way out; a low-rank update has them before that."""
 
 
 @triton.jit
@@ -54,23 +58,26 @@ def _store(sums, out, order, bias, row, end, column, columns, scale, WIDTH: tl.c
 @triton.jit
 def _matmul_kernel(
     x, matrices, low, factors, bias, out, order, offsets, tiles, tile_count, inner, columns, rank, scale,
-    TRANSPOSED: tl.constexpr, RANKED: tl.constexpr, FACTORS_TRANSPOSED: tl.constexpr, TO_SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RANK_STEPS: tl.constexpr, FACTORS_TRANSPOSED: tl.constexpr, TO_SLOTS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     across = tl.cdiv(columns, WIDTH)
-    for tile in tl.range(tl.program_id(0), tl.load(tile_count) * across, PROGRAMS, flatten=not RANKED):
+    for tile in tl.range(tl.program_id(0), tl.load(tile_count) * across, PROGRAMS, flatten=RANK_STEPS < 2):
         expert, row = tl.load(tiles + tile // across * 2), tl.load(tiles + tile // across * 2 + 1)
         column = tile % across * WIDTH
         sums = tl.zeros((ROWS, WIDTH), tl.float32)
-        if RANKED:
-            for at in range(0, rank, RANK_STEP):
-                factor = _load_matrix(factors, expert, rank, at, column, columns, FACTORS_TRANSPOSED)
-                sums = tl.dot(low.load([row, at]), factor, sums, input_precision="ieee")
         for at in range(0, inner, STEP):
             matrix = _load_matrix(matrices, expert, inner, at, column, columns, TRANSPOSED)
             sums = tl.dot(x.load([row, at]), matrix, sums, input_precision="ieee")
+        if RANK_STEPS == 1:  # without a second loop, the loop over tiles and the loop over steps become one
+            factor = _load_matrix(factors, expert, rank, 0, column, columns, FACTORS_TRANSPOSED)
+            sums = tl.dot(low.load([row, 0]), factor, sums, input_precision="ieee")
+        elif RANK_STEPS > 1:
+            for at in tl.range(0, rank, RANK_STEP, num_stages=1):
+                factor = _load_matrix(factors, expert, rank, at, column, columns, FACTORS_TRANSPOSED)
+                sums = tl.dot(low.load([row, at]), factor, sums, input_precision="ieee")
         end = tl.load(offsets + expert)
         if bias is not None:
             of_expert = bias + expert * columns
@@ -101,10 +108,9 @@ def grouped_matmul(
     out = x.new_empty(rows, columns)
     if not rows:
         return out
-    width = min(WIDEST if x.element_size() == 2 else WIDEST // 2, max(16, triton.next_power_of_2(columns)))
-    step = STEP if x.element_size() == 2 else STEP // 2
     rank = 0 if update is None else update[0].shape[1]
-    rank_step = min(step, rank) or step
+    tile = matmul_tile(x, columns, rank)
+    width, step, rank_step = tile["WIDTH"], tile["STEP"], tile["RANK_STEP"]
     low = factors = None
     if update is not None:
         low = TensorDescriptor.from_tensor(update[0], [TILE_ROWS, rank_step])
@@ -115,10 +121,9 @@ def grouped_matmul(
         _matmul_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [TILE_ROWS, step]), _descriptor(stack, step, width),
             low, factors, bias, out, routing.order, routing.offsets, routing.tiles, routing.tile_count,
-            inner, columns, rank, scale, TRANSPOSED=stack.transposed, RANKED=update is not None,
+            inner, columns, rank, scale, TRANSPOSED=stack.transposed,
             FACTORS_TRANSPOSED=update is not None and update[1].transposed,
-            TO_SLOTS=to_slots, ROWS=TILE_ROWS, WIDTH=width, STEP=step, RANK_STEP=rank_step,
-            HALVES=width >= WIDEST // 2, PROGRAMS=programs, **_pipeline(width, x), **early(x),
+            TO_SLOTS=to_slots, ROWS=TILE_ROWS, PROGRAMS=programs, **tile, **early(x),
         )  # fmt: skip
     return out
 
@@ -128,10 +133,28 @@ def _descriptor(stack: Stack, step: int, width: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(weight, [width, step] if stack.transposed else [step, width])
 
 
-def _pipeline(width: int, x: Tensor) -> dict[str, Any]:
-    if width <= NARROW:
-        return {"num_stages": 5, "num_warps": 4}
-    return {"num_stages": 3, "num_warps": 8}
+def matmul_tile(x: Tensor, columns: int, rank: int) -> dict[str, Any]:
+    """Return the constants and options of the grouped matmul for this device's shared memory."""
+    size = x.element_size()
+    step = 2 * STEP // size
+    rank_step = min(step, rank) or step
+    width = min(2 * WIDEST // size, max(16, triton.next_power_of_2(columns)))
+    while True:
+        few = width <= NARROW
+        resident = max(RESERVED, (TILE_ROWS + width) * rank_step * size if rank else 0)
+        stages = stages_that_fit(x.device, 5 if few else 4, resident, (TILE_ROWS + width) * step * size)
+        if stages >= FEW_STAGES or few:
+            break
+        width //= 2
+    return {
+        "WIDTH": width,
+        "STEP": step,
+        "RANK_STEP": rank_step,
+        "RANK_STEPS": triton.cdiv(rank, rank_step),
+        "HALVES": width >= WIDEST // 2,
+        "num_stages": max(1, stages),
+        "num_warps": 4 if few else 8,
+    }
 
 
 @triton.jit
@@ -169,15 +192,28 @@ def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor
     _, height, width = out.shape
     if not len(x):
         return out.zero_()
-    m = min(OUTER_M, max(16, triton.next_power_of_2(height)))
-    widest = OUTER_N if m > NARROW and x.element_size() == 2 else OUTER_N // 2  # narrow tiles share a processor
-    n = min(widest, max(16, triton.next_power_of_2(width)))
-    rows = OUTER_ROWS if x.element_size() == 2 else OUTER_ROWS // 2
+    tile = outer_tile(x, height, width)
+    m, n, rows = tile["M"], tile["N"], tile["ROWS"]
     grid = (triton.cdiv(height, m) * triton.cdiv(width, n), routing.experts)
-    pipeline = {"num_stages": 3, "num_warps": 8} if m > NARROW else {"num_stages": 4, "num_warps": 4}
     with on_device(x):
         _outer_kernel[grid](
             TensorDescriptor.from_tensor(x, [rows, m]), TensorDescriptor.from_tensor(y, [rows, n]),
-            out, *out.stride(), routing.offsets, height, width, M=m, N=n, ROWS=rows, **pipeline, **early(x),
+            out, *out.stride(), routing.offsets, height, width, **tile, **early(x),
         )  # fmt: skip
     return out
+
+
+def outer_tile(x: Tensor, height: int, width: int) -> dict[str, Any]:
+    """Return the constants and options of the outer products for this device's shared memory."""
+    size = x.element_size()
+    m = min(OUTER_M, max(16, triton.next_power_of_2(height)))
+    few = m <= NARROW
+    widest = OUTER_N // 2 if few else 2 * OUTER_N // size  # narrow tiles share a processor
+    n = min(widest, max(16, triton.next_power_of_2(width)))
+    rows = 2 * OUTER_ROWS // size
+    while True:
+        stages = stages_that_fit(x.device, 4 if few else 3, RESERVED, (m + n) * rows * size)
+        if stages >= FEW_STAGES or n <= NARROW:
+            break
+        n //= 2
+    return {"M": m, "N": n, "ROWS": rows, "num_stages": max(1, stages), "num_warps": 4 if few else 8}

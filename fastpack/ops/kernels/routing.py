@@ -23,8 +23,6 @@ CHUNKS = 8
 """The number of such tables of slots that one program sorts."""
 BLOCK_H = 1024
 """The elements of a vector that a program moves at once."""
-GATHERED = 4
-"""The rows that a program gathers: with one, the start of programs would take half of the time."""
 
 
 @triton.jit
@@ -77,7 +75,7 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["slots", "blocks"])
 def _place_kernel(
-    index, counts, starts, offsets, tile_starts, order, tiles, count, choices, slots, blocks, experts,
+    index, counts, starts, offsets, tile_starts, order, rows, tiles, count, choices, slots, blocks, experts,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of a block's slots; the programs after the last block write the tiles of one expert each."""
@@ -92,6 +90,7 @@ def _place_kernel(
             one_hot = (chosen[:, None] == columns[None, :]).to(tl.int32)
             row = tl.sum(one_hot * (tl.cumsum(one_hot, 0) - 1 + before[None, :]), 1)
             tl.store(order + row, at, mask=at < slots)
+            tl.store(rows + at, row, mask=at < slots)
             before += tl.sum(one_hot, 0)
     else:
         expert = program - blocks
@@ -105,8 +104,8 @@ def _place_kernel(
             tl.store(tiles + tile * 2 + 1, first + tile * ROWS, mask=exists)
 
 
-def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return order, offsets, tiles and tile_count of :class:`fastpack.ops.expert_operands.Routing`.
+def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return order, offsets, tiles, tile_count and rows of :class:`fastpack.ops.expert_operands.Routing`.
 
     Args:
         index: ``[T, K]``.
@@ -122,7 +121,7 @@ def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Te
         return torch.empty(size, dtype=torch.int32, device=device)
 
     counts, starts, tile_starts = integers(blocks * columns), integers(columns), integers(columns)
-    order, offsets, tile_count = integers(slots), integers(experts), integers(1)
+    order, rows, offsets, tile_count = integers(slots), integers(slots), integers(experts), integers(1)
     tiles = torch.empty(triton.cdiv(slots, TILE_ROWS) + min(experts, slots), 2, dtype=torch.int32, device=device)
     index = index.contiguous()
     shared = {"COLUMNS": columns, "num_warps": 8, **early(index)}
@@ -135,40 +134,42 @@ def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Te
             counts, starts, offsets, tile_starts, tile_count, blocks, experts, BLOCK=block, ROWS=TILE_ROWS, **shared
         )
         _place_kernel[(blocks + experts,)](
-            *(index, counts, starts, offsets, tile_starts, order, tiles, count, choices, slots, blocks, experts),
+            *(index, counts, starts, offsets, tile_starts, order, rows, tiles, count, choices, slots, blocks, experts),
             BLOCK=block,
             CHUNKS=CHUNKS,
             ROWS=TILE_ROWS,
             **shared,
         )
-    return order, offsets, tiles, tile_count
+    return order, offsets, tiles, tile_count, rows
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _gather_kernel(
-    x, order, out, rows, choices, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATHERED: tl.constexpr,
-    EARLY: tl.constexpr,
+@triton.jit
+def _spread_kernel(
+    x, rows, out, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     wait_for_inputs(EARLY)
-    row = tl.program_id(0) * GATHERED + tl.arange(0, GATHERED)
-    token = tl.load(order + row, mask=row < rows, other=0) // choices
-    source, target = token.to(tl.int64)[:, None] * WIDTH, row.to(tl.int64)[:, None] * WIDTH
-    for start in range(0, WIDTH, BLOCK):
-        at = start + tl.arange(0, BLOCK)[None, :]
-        mask = (row[:, None] < rows) & (at < WIDTH)
-        tl.store(out + target + at, tl.load(x + source + at, mask=mask, other=0.0), mask=mask)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + token * WIDTH + at, mask=at < WIDTH, other=0.0)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(rows + token * CHOICES + choice).to(tl.int64)
+        tl.store(out + row * WIDTH + at, value, mask=at < WIDTH)
 
 
-def gather_rows(x: Tensor, order: Tensor, choices: int) -> Tensor:
-    """Return ``x [T, H]`` at each row's token, ``[R, H]``."""
-    width = x.shape[1]
-    out = x.new_empty(len(order), width)
+def spread_rows(x: Tensor, rows: Tensor, choices: int) -> Tensor:
+    """Return ``x [T, H]`` at each row's token, ``[R, H]``.
+
+    A program reads a token once and writes all of its rows. One that gathers a row reads each token K times, and large
+    batches don't fit into the cache.
+    """
+    tokens, width = x.shape
+    out = x.new_empty(tokens * choices, width)
     block = min(BLOCK_H, triton.next_power_of_2(width))
     x = x.contiguous()
-    if len(order):
+    if tokens:
         with on_device(x):
-            _gather_kernel[(triton.cdiv(len(order), GATHERED),)](
-                x, order, out, len(order), choices, width, block, GATHERED, num_warps=4, **early(x)
+            _spread_kernel[(tokens, triton.cdiv(width, block))](
+                x, rows, out, choices, width, block, num_warps=4, **early(x)
             )
     return out
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from expert_cases import EVERYTHING, Case, by_token, choices, cotangent, op, operands, run, subsets, worst
-from op_checks import ON_CPU
+from op_checks import ON_CPU, count_calls
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from fastpack.ops.experts import experts as module
 
 EXACT, FLOAT32 = 1e-12, 2e-5
 TRITON = pytest.param("triton", marks=ON_CPU.marks)
@@ -64,6 +68,23 @@ def test_gradients_are_accumulated() -> None:
         out = block(EVERYTHING, leaves, index)
         out.backward(cotangent(out))
     assert worst({name: leaf.grad for name, leaf in leaves.items()}, {n: 2 * once[n] for n in leaves}) <= 1e-6  # type: ignore[misc]
+
+
+def test_checkpointing_leaves_the_last_matmul_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recomputation stops where all saved tensors are there, and has the same bits."""
+    calls = count_calls(monkeypatch, module, "grouped_matmul")
+    index, leaves = choices(EVERYTHING), [leaves_of(EVERYTHING), leaves_of(EVERYTHING)]
+    counts = []
+    for each, again in zip(leaves, (False, True), strict=True):
+        calls.clear()
+        block = partial(op("torch"), EVERYTHING, each, index)
+        out = checkpoint(block, use_reentrant=False) if again else block()
+        before = len(calls)
+        out.backward(cotangent(out))
+        counts.append((before, len(calls) - before))
+    (forward, backward), (checkpointed, with_recomputation) = counts
+    assert (forward, checkpointed, with_recomputation) == (4, 4, backward + 3)
+    assert all(torch.equal(leaf.grad, leaves[1][name].grad) for name, leaf in leaves[0].items())  # type: ignore[arg-type]
 
 
 # --- memory layouts ---------------------------------------------------------------------------------------------------

@@ -49,5 +49,5 @@ def test_bucket_padding_adds_nothing(device: str) -> None:
         if not per_token:
             assert relative(everything[name], right) > 0.01, f"{name}: the padding would have been seen"
     _, choices_of_each, _, hidden, inside = CASE.sizes
-    assert count.launches == 2
+    assert count.launches == 3, "the forward in two parts, and the backward"
     assert count.work == 2 * 2 * choices_of_each * 3 * hidden * inside

@@ -14,6 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fastpack.ops.kernels import grouped_matmul as grouped
 from fastpack.ops.kernels import launch, lora, lora_glu
 from fastpack.ops.kernels import row_limited_mm as matmuls
 
@@ -77,6 +78,35 @@ def sums_of_matmuls(count: int, dtype: str, rank: int, outputs: int) -> int:
     return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
 
 
+def grouped_matmuls(name: str, dtype: str, x: torch.Tensor, rank: int, capability: int) -> dict[str, Any]:
+    """Return the stages and the shared memory of a grouped matmul, or of a sum of outer products, of large matrices."""
+    tile = grouped.matmul_tile(x, 4096, rank) if name == "grouped" else grouped.outer_tile(x, rank, 4096)
+    options = {option: tile.pop(option) for option in ("num_stages", "num_warps")}
+    constants: dict[str, Any] = {**tile, "EARLY": capability >= 90}
+    if name == "grouped":
+        kernel: Any = grouped._matmul_kernel
+        rows, width, step = grouped.TILE_ROWS, tile["WIDTH"], tile["STEP"]
+        constants |= {"TRANSPOSED": True, "FACTORS_TRANSPOSED": True, "TO_SLOTS": True, "ROWS": rows, "PROGRAMS": 100}
+        types = {"x": (rows, step), "matrices": (width, step)}
+        if rank:
+            types |= {"low": (rows, tile["RANK_STEP"]), "factors": (width, tile["RANK_STEP"])}
+        else:
+            constants |= {"low": None, "factors": None}
+    else:
+        kernel, types = grouped._outer_kernel, {"x": (tile["ROWS"], tile["M"]), "y": (tile["ROWS"], tile["N"])}
+    signature: dict[str, str] = {}
+    for argument in kernel.arg_names:
+        if argument in types:
+            signature[argument] = f"tensordesc<{dtype}[{types[argument][0]},{types[argument][1]}]>"
+        else:
+            pointers = dict.fromkeys(("order", "offsets", "tiles", "tile_count"), "*i32")
+            pointers |= {"bias": f"*{dtype}", "out": f"*{dtype}", "scale": "fp32"}
+            signature[argument] = "constexpr" if argument in constants else pointers.get(argument, "i32")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {"stages": options["num_stages"], "taken": int(built.metadata.shared), "limit": LIMITS[capability]}
+
+
 def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:
     if name in ("matmul", "outputs"):
         taken = sums_of_matmuls(count, dtype, rank, 1 if name == "matmul" else matmuls.MAX_GROUP)
@@ -84,6 +114,8 @@ def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> di
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     lows = [torch.empty(4, rank, dtype=of)] * count
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
+    if name in ("grouped", "outer"):
+        return grouped_matmuls(name, dtype, lows[0], rank, capability)
     if name == "glu":
         stages = lora_glu.stages(3, *((x, x.t()) for x in lows))
         tile = {"BLOCK_T": lora_glu.BLOCK_T, "BLOCK_I": lora_glu.BLOCK_I}

@@ -27,6 +27,14 @@ FITS = [
     (90, "fp16", 48, 4, "matmul"),
     (90, "bf16", 16, 2, "outputs"),
     (90, "bf16", 256, 2, "outputs"),
+    (75, "fp16", 16, 1, "grouped"),
+    (80, "bf16", 0, 1, "grouped"),
+    (89, "fp32", 128, 1, "grouped"),
+    (90, "bf16", 0, 1, "grouped"),
+    (90, "bf16", 16, 1, "grouped"),
+    (90, "bf16", 128, 1, "grouped"),
+    (89, "fp32", 16, 1, "outer"),
+    (90, "bf16", 4096, 1, "outer"),
 ]
 """Compute capability, dtype, rank, number of projections, kernel."""
 DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
