@@ -42,6 +42,7 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     if routing.for_kernels:
         from fastpack.ops.kernels import routing as kernels
 
+        assert routing.rows is not None
         return kernels.spread_rows(x, routing.rows, routing.choices)
     return x[routing.order // routing.choices]
 
