@@ -1,4 +1,7 @@
-"""The timed models, with real shapes and random weights; trained whole, with LoRA, or with LoRA on 4-bit weights."""
+"""The timed models, with real shapes and random weights; trained whole, with LoRA, or with LoRA on 4-bit weights.
+
+4-bit weights are bitsandbytes' NF4, or the MXFP4 that gpt-oss has for its experts.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     model, backend = build_base(settings, device)
     if settings.mode == "qlora":
         model = quantised(model, experts=has_experts(settings.shape))
+    elif settings.mode == "mxfp4":
+        model = with_mxfp4_experts(model)
     if settings.trainer != "sft":
         return model.train(), backend
     if settings.mode != "full":
@@ -67,8 +72,7 @@ def patch(target: Any, settings: RunSettings) -> None:
 def quantised(model: Any, *, experts: bool = False) -> Any:
     """Return the model with every linear layer except the head in bitsandbytes' NF4, with double quantisation.
 
-    The model is loaded as a user loads a checkpoint, but from the weights in memory instead of a file. That leaves
-    experts dense, which :func:`fastpack.quantize_experts` then quantises, in every variant.
+    That leaves experts dense, which :func:`fastpack.quantize_experts` then quantises, in every variant.
     """
     from transformers import BitsAndBytesConfig
 
@@ -78,7 +82,20 @@ def quantised(model: Any, *, experts: bool = False) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=model.dtype,
     )
-    loaded = type(model).from_pretrained(
+    loaded = _loaded(model, how)
+    return fastpack.quantize_experts(loaded) if experts else loaded
+
+
+def with_mxfp4_experts(model: Any) -> Any:
+    """Return a gpt-oss with its experts in MXFP4, in the form that transformers has for its kernels."""
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return _loaded(model, Mxfp4Config())
+
+
+def _loaded(model: Any, how: Any) -> Any:
+    """Load a model as a user loads a quantised checkpoint, but from the weights in memory instead of a file."""
+    return type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=model.state_dict(),
@@ -87,7 +104,6 @@ def quantised(model: Any, *, experts: bool = False) -> Any:
         dtype=model.dtype,
         attn_implementation=model.config._attn_implementation,
     )
-    return fastpack.quantize_experts(loaded) if experts else loaded
 
 
 def linear_layers(settings: RunSettings) -> list[str]:

@@ -30,7 +30,7 @@ class RunSettings:
     variant: str
     trainer: str = "sft"
     shape: str = "tiny"
-    mode: Literal["full", "lora", "qlora"] = "full"
+    mode: Literal["full", "lora", "qlora", "mxfp4"] = "full"
     lora_experts: bool = False
     rows: int = 16
     steps: int = 20

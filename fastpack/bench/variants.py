@@ -47,7 +47,7 @@ class Variant:
         return self.liger or self.unsloth
 
     def unavailable(
-        self, on_gpu: bool, graphs: str | None = None, *, flash: bool = True, loop: str = "trl"
+        self, on_gpu: bool, graphs: str | None = None, *, flash: bool = True, loop: str = "trl", mode: str = "full"
     ) -> str | None:
         """Return why the variant can't run, or None if it can.
 
@@ -56,7 +56,10 @@ class Variant:
             graphs: whether CUDA graphs are requested.
             flash: whether transformers has FlashAttention-2 for the model.
             loop: the training loop.
+            mode: what trains.
         """
+        if mode == "mxfp4" and not self.patched:
+            return "can't train over MXFP4: transformers' kernels have no gradients"
         if self.shared and graphs is not None:
             return "shares prefixes, which --graphs excludes"
         if self.unsloth and loop != "trl":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -31,15 +32,16 @@ fewer than two ran."""
 FLAGS: dict[str, dict[str, Any]] = {
     "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
     "--mode": {
-        "choices": ("full", "lora", "qlora"),
+        "choices": ("full", "lora", "qlora", "mxfp4"),
         "default": "full",
-        "help": "with lora and qlora, LoRA of rank 16 is on all linear layers except the head; in shapes with experts "
+        "help": "with all but full, LoRA of rank 16 is on all linear layers except the head; in shapes with experts "
         "these are q_proj, k_proj, v_proj and o_proj, since routers and experts are plain parameters; with qlora, all "
-        "linear layers except the head are 4-bit, and so are experts",
+        "linear layers except the head are 4-bit, and so are experts; with mxfp4, "
+        "the experts of gpt-oss are as its checkpoints have them",
     },
     "--lora-experts": {
         "action": "store_true",
-        "help": "with --mode lora or qlora: LoRA of rank 16 on the experts too, by PEFT's target_parameters, in every "
+        "help": "with every --mode but full: LoRA of rank 16 on the experts too, by PEFT's target_parameters, in every "
         "variant",
     },
     "--trainer": {
@@ -130,7 +132,7 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
     Raises:
         UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
             without checkpointing, ``--lora-experts`` without LoRA or experts, graphs or offloading on a CPU, a plain
-            loop for DPO or GRPO, or images for DPO.
+            loop for DPO or GRPO, or images for DPO. Or MXFP4 can't be loaded here.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
     sft = args.trainer == "sft"
@@ -155,6 +157,14 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
         (
             args.offload and not args.checkpointing,
             "--offload is for checkpointed layers: pass --checkpointing too.",
+        ),
+        (
+            args.mode == "mxfp4" and (not on_gpu or not shape.startswith("gpt-oss")),
+            "--mode mxfp4 needs a GPU and --shape gpt-oss-20b, whose checkpoints have MXFP4.",
+        ),
+        (
+            args.mode == "mxfp4" and importlib.util.find_spec("kernels") is None,
+            "--mode mxfp4 loads a model as transformers does, which needs a package: pip install kernels.",
         ),
         (args.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
         (args.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
@@ -211,6 +221,7 @@ def choose_variants(
     graphs: str | None = None,
     shape: str = "tiny",
     loop: str = "trl",
+    mode: str = "full",
 ) -> tuple[list[str], dict[str, str]]:
     """Return the variants to run, and the reasons why this trainer's other variants on the same data are left out.
 
@@ -219,7 +230,9 @@ def choose_variants(
     """
     images, flash = has_images(shape), takes_flash_attention(shape)
     ways = {name: each for name, each in VARIANTS.items() if trainer in each.trainers and images in each.images}
-    reasons = {name: variant.unavailable(on_gpu, graphs, flash=flash, loop=loop) for name, variant in ways.items()}
+    reasons = {
+        name: variant.unavailable(on_gpu, graphs, flash=flash, loop=loop, mode=mode) for name, variant in ways.items()
+    }
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():
         if name not in ways:
@@ -273,6 +286,7 @@ def _train(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         graphs=args.graphs,
         shape=settings.shape,
         loop=settings.loop,
+        mode=settings.mode,
     )
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)

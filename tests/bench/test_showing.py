@@ -22,7 +22,7 @@ from fastpack.bench.settings import RunResult, RunSettings
 from fastpack.bench.shapes import auto_class, make_config
 from fastpack.bench.table import print_outcome
 from fastpack.bench.variants import VARIANTS
-from fastpack.cli import bench
+from fastpack.cli import UsageError, bench
 from fastpack.cli.bench import PARSER, choose_variants, make_settings
 from fastpack.cli.main import main
 from fastpack.errors import FastpackError
@@ -180,6 +180,7 @@ def test_shapes_with_experts() -> None:
         (("--checkpointing", "--offload", "checkpoints"), "--offload needs a GPU"),
         (("--graphs",), "--graphs needs a GPU"),
         (("--lora-experts", "--mode", "lora"), "--lora-experts is for shapes with experts, and tiny has none"),
+        (("--mode", "mxfp4", "--shape", "gpt-oss-20b"), "--mode mxfp4 needs a GPU"),
         (("--lora-experts", "--shape", "tiny-moe"), "--lora-experts adds adapters: pass --mode lora too"),
     ],
 )
@@ -334,6 +335,18 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     everyone = [name for name, variant in VARIANTS.items() if "sft" in variant.trainers and False in variant.images]
     assert choose_variants(None, on_gpu=True) == (everyone, {})
+
+
+def test_mxfp4_is_for_patched_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, left_out = choose_variants(None, on_gpu=True, shape="gpt-oss-20b", mode="mxfp4")
+    assert all(VARIANTS[name].patched for name in names)
+    assert "no gradients" in left_out["stock padded"]
+    for shape, installed in (("tiny-moe", True), ("gpt-oss-20b", False)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=installed: object() if found else None)
+        with pytest.raises(UsageError, match="--mode mxfp4"):
+            make_settings(parse("--mode", "mxfp4", "--shape", shape), on_gpu=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert make_settings(parse("--mode", "mxfp4", "--shape", "gpt-oss-20b"), on_gpu=True).mode == "mxfp4"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
