@@ -23,7 +23,12 @@ STACKS = ("gate_up_proj", "down_proj")
 class Reversed:
     """A layout whose order is the reverse of the specification's."""
 
+    name = "REVERSED"
+
     def unswizzle_data(self, data: Tensor) -> Tensor:
+        return data.flip(1)
+
+    def swizzle_data(self, data: Tensor) -> Tensor:
         return data.flip(1)
 
 

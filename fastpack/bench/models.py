@@ -13,6 +13,7 @@ import fastpack
 from fastpack.bench import stock_varlen
 from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import TOWER, auto_class, has_experts, has_images, make_config
+from fastpack.ops.mxfp4 import quantize_mxfp4
 
 LORA_RANK = 16
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -82,23 +83,30 @@ def quantised(model: Any, *, experts: bool = False) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=model.dtype,
     )
-    loaded = _loaded(model, how)
+    loaded = _loaded(model, model.state_dict(), how)
     return fastpack.quantize_experts(loaded) if experts else loaded
 
 
 def with_mxfp4_experts(model: Any) -> Any:
-    """Return a gpt-oss with its experts in MXFP4, in the form that transformers has for its kernels."""
+    """Return a gpt-oss with its experts in MXFP4, as transformers loads its checkpoints for its kernels."""
     from transformers.utils.quantization_config import Mxfp4Config
 
-    return _loaded(model, Mxfp4Config())
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith(EXPERTS):
+            weights[f"{name}_blocks"], weights[f"{name}_scales"] = quantize_mxfp4(weight.mT)
+        else:
+            weights[name] = weight
+    model.config.quantization_config = Mxfp4Config().to_dict()  # a config that has one is that of a checkpoint
+    return _loaded(model, weights, None)
 
 
-def _loaded(model: Any, how: Any) -> Any:
-    """Load a model as a user loads a quantised checkpoint, but from the weights in memory instead of a file."""
+def _loaded(model: Any, weights: dict[str, torch.Tensor], how: Any) -> Any:
+    """Load a model as a user loads a quantised checkpoint, but from weights in memory instead of a file."""
     return type(model).from_pretrained(
         None,
         config=model.config,
-        state_dict=model.state_dict(),
+        state_dict=weights,
         quantization_config=how,
         device_map={"": model.device},
         dtype=model.dtype,

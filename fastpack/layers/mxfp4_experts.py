@@ -2,7 +2,8 @@
 
 Transformers loads gpt-oss as it is shipped for Triton kernels that can't be differentiated: they return no gradient of
 the tokens. So the forward of the module that holds router and experts is replaced whole. It calls the router, and runs
-the experts as any other block. The bytes stay where they are, in the order of these kernels.
+the experts as any other block. The patch has put the bytes into the specification's order, if the kernels have another
+(:mod:`fastpack.patching.mxfp4_order`).
 """
 
 from __future__ import annotations

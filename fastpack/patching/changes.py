@@ -22,6 +22,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.runtime import Runtime
 from fastpack.packing.context import PackingContext
+from fastpack.patching.mxfp4_order import PlainOrder
 from fastpack.utils.hooks import has_hooks
 from fastpack.utils.replacement import (
     FORWARD_COPY,
@@ -72,7 +73,7 @@ class Attribute:
         return self.undo()
 
 
-Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
+Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute | PlainOrder
 """One change of a module."""
 
 

@@ -51,6 +51,7 @@ from fastpack.patching.changes import Attribute, forward_replacement
 from fastpack.patching.experts import plan_experts
 from fastpack.patching.head_choice import head_kind, head_loss
 from fastpack.patching.match import Match, settle
+from fastpack.patching.mxfp4_order import PlainOrder, plain_orders
 from fastpack.patching.mxfp4_plan import quantizers, readable_mxfp4
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
@@ -104,7 +105,7 @@ class PatchPlan:
             with how it uses the blocks of a batch.
         pre_hook: The hook before the head, or before a bare backbone.
         mixing: The modules that mix tokens, each with its tier.
-        attributes: Further attributes of modules to set.
+        attributes: Further attributes of modules to set, and orders of packed bytes to change.
         report: What is known before the patch; :func:`fastpack.patching.inspection.inspect_patch` adds what may change.
     """
 
@@ -114,7 +115,7 @@ class PatchPlan:
     interface_modules: Mapping[Any, TwoWay | None]
     pre_hook: PreHook[Any, Any]
     mixing: Mixing
-    attributes: tuple[Attribute, ...]
+    attributes: tuple[Attribute | PlainOrder, ...]
     report: PatchReport
 
 
@@ -157,9 +158,8 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     places, others = plan_experts(recognised, runtime.layers)
     runtime.user_changes.experts.extend(places)
     inside += [place.replacement for place in places]
-    inside += [
-        forward_replacement(m, mxfp4_forward, spec, runtime.layers) for m, spec in readable_mxfp4(backbone, family)
-    ]
+    in_mxfp4 = readable_mxfp4(backbone, family)
+    inside += [forward_replacement(m, mxfp4_forward, spec, runtime.layers) for m, spec in in_mxfp4]
     skipped += others + _replaced_parts(recognised)
     tables = _plan_methods(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
@@ -174,7 +174,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
         {module: two_way_of(module, family.fast.get(own[module])) or family.two_way for module in through_interface},
         _plan_hook(parts, runtime, around),
         Mixing(backbone, tuple(_mixing_modules(recognised, replacements, through_interface))),
-        quantizers(parts),
+        (*quantizers(parts), *plain_orders(in_mxfp4)),
         replace(report, skipped=tuple(dict.fromkeys(recognised.skipped + skipped))),
     )
 

@@ -21,7 +21,9 @@ import fastpack
 from fastpack.exactness import rule
 from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.ops.stack_formats import Mxfp4Format
+from fastpack.patching.apply import disabled
 from fastpack.patching.mxfp4_training import TrainableMxfp4Quantizer
+from fastpack.patching.state import state_of
 
 SEQUENCES = make_sequences(VOCAB)
 
@@ -66,6 +68,27 @@ def test_attention_lora_over_the_model_as_it_is_loaded(
     check(wrapped, alone, ("padded left",))
     fastpack.unpatch(wrapped)
     assert [layer.mlp.__dict__.get("forward") for layer in model.model.layers] == forwards
+
+
+def test_bytes_are_in_plain_order_while_patched(dense: Any) -> None:
+    """So no step has to undo the kernels' order; unpatch, and a comparison with the stock model, bring it back."""
+    model, untouched = loaded_in_mxfp4(dense), loaded_in_mxfp4(dense)
+    theirs, ours = (m.model.layers[0].mlp.experts.down_proj for m in (untouched, model))
+    before = theirs.storage.data
+    fastpack.patch(model)
+    plain = ours.storage.data.mT
+    assert plain.is_contiguous()
+    assert torch.equal(plain, theirs.storage.layout.unswizzle_data(before).mT)
+    assert not torch.equal(ours.storage.data, before)
+    patched = state_of(model.model)
+    assert patched is not None
+    with disabled(patched):
+        assert torch.equal(ours.storage.data, before)
+    assert torch.equal(ours.storage.data.mT, plain)
+    fastpack.unpatch(model)
+    assert torch.equal(ours.storage.data, before)
+    assert ours.storage.data.stride() == before.stride()
+    assert type(ours.storage.layout) is type(theirs.storage.layout)
 
 
 def test_other_bytes_show(dense: Any, alone: Result) -> None:
