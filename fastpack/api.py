@@ -166,8 +166,8 @@ def patch(
             runs, and the report says so. Evaluation returns logits as before. A trainer's own loss stays in force, with
             one exception: if the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training. This
             loss is the same mean with the same metrics, and the metrics are read from the device only when they are
-            logged. The trainer keeps another loss (``dft``, smoothed labels, the auxiliary loss of experts, or your
-            own).
+            logged; the auxiliary loss of experts is part of it. The trainer keeps another loss (``dft``, smoothed
+            labels, or your own).
         offload: This needs gradient checkpointing and a CUDA device; without them it does nothing, and the report says
             why. ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward. The
             copies run in parallel with the computation. Gradients stay the same. In half precision it saves (layers -

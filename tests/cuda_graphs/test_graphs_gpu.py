@@ -172,9 +172,11 @@ def test_lora_with_its_adapter_disabled_in_between(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_gradient_checkpointing(kind: str, lora: bool) -> None:
-    models = both(wrap=with_lora if lora else lambda m: m)
+@pytest.mark.parametrize(
+    ("lora", "model_type"), [(False, "llama"), (True, "llama"), (True, "qwen3_moe")], ids=["full", "lora", "experts"]
+)
+def test_gradient_checkpointing(kind: str, lora: bool, model_type: str) -> None:
+    models = both(wrap=with_lora if lora else lambda m: m, model_type=model_type)
     for m in models:
         m.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
         m.enable_input_require_grads()

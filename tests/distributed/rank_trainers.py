@@ -37,9 +37,11 @@ FSDP2: dict[str, Any] = {
 }
 
 
-def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, loss: Any = None, **further: Any) -> Any:
+def trainer_of(
+    kind: str, lora: bool, ranks: int, patched: bool, loss: Any = None, model_type: str = "llama", **further: Any
+) -> Any:
     """Build an SFT or DPO trainer, patched as a user would; the reference is patched before the trainer shards it."""
-    model: Any = tiny_model("llama", attn_implementation="sdpa")
+    model: Any = tiny_model(model_type, attn_implementation="sdpa")
     if lora:
         model = with_lora(model)
     inputs = settings(Path(tempfile.mkdtemp()), per_device_train_batch_size=EXAMPLES // ranks, learning_rate=1e-2)
@@ -78,7 +80,7 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
         result: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
         report = fastpack.report(trainer)
         result["metrics"] = [
-            [entry[name] for name in ("entropy", "mean_token_accuracy", "num_tokens")]
+            [entry.get(name, 0.0) for name in ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")]
             for entry in trainer.state.log_history
             if "loss" in entry and kind == "sft"
         ]

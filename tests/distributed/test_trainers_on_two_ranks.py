@@ -61,3 +61,21 @@ def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None
             assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
         for ours, theirs in zip(result["metrics"], trls["metrics"], strict=True):
             assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_auxiliary_loss_of_experts(steps: int, ranks: Ranks) -> None:
+    """It is a mean over micro-batches and ranks, in the fused loss as in TRL's; the last run is the control."""
+    experts = {"model_type": "mixtral", "router_aux_loss_coef": 0.5, "gradient_accumulation_steps": steps}
+    experts["per_device_train_batch_size"] = 4 // steps
+    stock, ours = (ranks.run(train_on_ranks, "sft", False, loss=loss, **experts) for loss in (None, "fused"))
+    other = ranks.run(train_on_ranks, "sft", False, loss="fused", **{**experts, "router_aux_loss_coef": 0.45})
+    bound = 3e-5 if ranks.backend == "gloo" else 1e-3
+    for result, trls, control in zip(ours, stock, other, strict=True):
+        assert result["of loss"] == [f"loss: fused in {steps * STEPS} micro-batches so far, with TRL's metrics"]
+        assert all(entry[-1] > 0 for entry in trls["metrics"])
+        for name in ("logged", "metrics"):
+            for mine, theirs in zip(result[name], trls[name], strict=True):
+                assert mine == pytest.approx(theirs, rel=bound)
+        assert control["logged"][0] != pytest.approx(trls["logged"][0], rel=bound)
