@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-_AVERAGE = (("trl", "CPOTrainer"), ("trl", "ORPOTrainer"), ("llamafactory", "CustomDPOTrainer"))
-"""The package and class of each trainer that logs the mean of logits over every slot of a padded batch (SimPO is a loss
-of ``CPOTrainer``). Other trainers, such as TRL's for DPO and KTO, select the completions by a mask."""
+_OF_LOGITS = ("logits/chosen", "logits/rejected")
+_OF_COMPLETIONS = ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward")
+_METRICS = {
+    ("trl", "CPOTrainer"): _OF_LOGITS,
+    ("trl", "ORPOTrainer"): _OF_LOGITS,
+    ("llamafactory", "CustomDPOTrainer"): _OF_LOGITS,
+    ("trl", "OnlineDPOTrainer"): _OF_COMPLETIONS,
+}
+"""By package and class of a trainer: the metrics that are means over every slot of a padded batch (SimPO is a loss of
+``CPOTrainer``). Other trainers, such as TRL's for DPO and KTO, select the completions by a mask."""
 
 
 def note_on_padding(trainer: object) -> str | None:
     """Return a line on a trainer's metrics that depend on the logits of padding, or None if there are none."""
-    names = {(base.__module__.partition(".")[0], base.__name__) for base in type(trainer).__mro__}
-    if names.isdisjoint(_AVERAGE):
+    names = ((base.__module__.partition(".")[0], base.__name__) for base in type(trainer).__mro__)
+    metrics = next((_METRICS[name] for name in names if name in _METRICS), None)
+    if metrics is None:
         return None
     return (
-        f"logits/chosen and logits/rejected of {type(trainer).__name__} are means over every slot of a padded batch. "
-        "The logits of padding are zeros here, so these two metrics differ from stock's; losses and all other metrics "
-        "are the same"
+        f"{', '.join(metrics[:-1])} and {metrics[-1]} of {type(trainer).__name__} are means over every slot of a "
+        "padded batch. The logits of padding are zeros here, so these metrics differ from stock's; losses and all "
+        "other metrics are the same"
     )

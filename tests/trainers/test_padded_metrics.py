@@ -1,4 +1,4 @@
-"""Metrics that average logits over padding (CPO, SimPO, ORPO) are named in the report; everything else equals stock."""
+"""Metrics that average over padding (CPO, SimPO, ORPO, OnlineDPO) are named in the report; all else equals stock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dpo_cases import dpo
 from preferences import logged, pairs, settings, word_tokenizer
 from tiny import tiny_model
-from trainer_cases import kto, sft
+from trainer_cases import kto, online_dpo, sft
 from transformers import TrainerCallback
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -19,10 +19,14 @@ import fastpack
 from fastpack.trainers.padded_metrics import note_on_padding
 
 LOGITS = ("logits/chosen", "logits/rejected")
+COMPLETIONS = ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward")
+PADDED = {"CPO": LOGITS, "SimPO": LOGITS, "ORPO": LOGITS, "OnlineDPO": COMPLETIONS}
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 def build(name: str, folder: Path) -> Any:
+    if name == "OnlineDPO":
+        return online_dpo(folder)
     built: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "CPO": (CPOTrainer, CPOConfig, {}),
         "SimPO": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0}),
@@ -38,26 +42,26 @@ def build(name: str, folder: Path) -> Any:
 
 
 def notes(trainer: Any) -> list[str]:
-    return [note for note in fastpack.report(trainer).notes if note.startswith("logits/chosen")]
+    return [note for note in fastpack.report(trainer).notes if "every slot of a padded batch" in note]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["CPO", "SimPO", "ORPO"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", PADDED)
 def test_said_in_one_line_and_all_else_is_equal(name: str, tmp_path: Path) -> None:
     stock, trainer = logged(build(name, tmp_path)), fastpack.patch(build(name, tmp_path))
     [note] = notes(trainer)
-    assert note.startswith(f"logits/chosen and logits/rejected of {type(trainer).__name__} are means over every slot")
-    assert "logits/chosen" in str(fastpack.report(trainer))
+    assert all(metric in note for metric in (*PADDED[name], type(trainer).__name__))
+    assert PADDED[name][0] in str(fastpack.report(trainer))
     assert not notes(trainer.model), "a model knows no trainer"
-    differ = set()
+    differ: dict[str, bool] = {}
     for mine, theirs in zip(logged(trainer), stock, strict=True):
         assert mine.keys() == theirs.keys()
         for what, value in theirs.items():
-            if what in LOGITS:
-                differ.add(abs(mine[what] - value) > 1e-3 * abs(value))
+            if what in PADDED[name]:
+                differ[what] = differ.get(what, False) or abs(mine[what] - value) > 1e-3 * abs(value)
             elif what not in TIMES:
                 assert mine[what] == pytest.approx(value, rel=1e-4, abs=2e-6), what
-    assert differ == {True}, "what the line says is so"
+    assert differ == dict.fromkeys(PADDED[name], True), "what the line says is so"
 
 
 def test_of_others_nothing_is_said(tmp_path: Path) -> None:
