@@ -149,7 +149,7 @@ def patch(
     Args:
         target: A causal LM, or a sequence or token classifier, of a covered family (``fastpack families`` lists them);
             its bare backbone; one of these wrapped by PEFT or with 4-bit or 8-bit weights; or a trainer that holds one.
-            In a trainer, both the policy and the reference model are patched.
+            In a trainer, the reference model and the teacher are patched too.
         attention: For each call, ``auto`` takes the first attention backend that can serve it. A name selects one
             backend: ``flash_attn``, ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``,
             ``segments`` or ``reference``.

@@ -13,6 +13,8 @@ from fastpack.families.registry import family_of
 from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.sharding import is_sharded
 
+OTHER_MODELS = ("ref_model", "teacher_model")
+"""The attributes of trainers that hold models beside the one that trains."""
 STATE_ATTRIBUTE = "_fastpack_state"
 """The name of the backbone's attribute that holds the record of its patch."""
 
@@ -39,7 +41,7 @@ class Parts:
 
 
 def models_of(target: Any) -> list[nn.Module]:
-    """Return the models of a target: the module itself, or a trainer's policy and reference model.
+    """Return the models of a target: the module itself, or a trainer's model, its reference model and its teacher.
 
     Raises:
         TypeError: the target is neither a module nor a trainer.
@@ -48,8 +50,8 @@ def models_of(target: Any) -> list[nn.Module]:
     if isinstance(target, nn.Module):
         return [target]
     if isinstance(getattr(target, "model", None), nn.Module) and hasattr(target, "train"):
-        reference = getattr(target, "ref_model", None)
-        return [target.model, *([reference] if isinstance(reference, nn.Module) else [])]
+        others = [getattr(target, name, None) for name in OTHER_MODELS]
+        return list(dict.fromkeys([target.model, *(other for other in others if isinstance(other, nn.Module))]))
     trains = not isinstance(target, type) and callable(getattr(target, "train", None))
     if trains and getattr(target, "model", None) is None:
         raise PatchError(

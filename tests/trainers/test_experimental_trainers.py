@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from backbone_calls import Calls
-from experimental_trainers import CASES, gkd
+from experimental_trainers import CASES, distillation, gkd, iw_opd
 from oracle import FLOAT32_BOUND
 from preferences import STEPS, logged
 
@@ -41,6 +43,20 @@ def test_equal(name: str, tmp_path: Path, calls: Calls) -> None:
             if what not in TIMES and what not in padded:
                 bound = OF_SUMS if "/" in what else 1e-2 * FLOAT32_BOUND
                 assert mine[what] == pytest.approx(value, rel=FLOAT32_BOUND, abs=bound), (what, mine, theirs)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("build", [gkd, distillation, iw_opd])
+def test_the_teacher_is_patched_too(build: Any, tmp_path: Path, calls: Calls) -> None:
+    """Its padding is removed as the student's, and ``unpatch`` restores both."""
+    trainer = fastpack.patch(build(tmp_path))
+    assert fastpack.report(trainer.teacher_model).tier == "fast"
+    ids = torch.tensor([[0, 0, 5, 6, 7], [5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        trainer.teacher_model(input_ids=ids, attention_mask=(ids > 0).long())
+    assert set(calls.all) == {8}
+    fastpack.unpatch(trainer)
+    assert fastpack.report(trainer.teacher_model).tier == "stock"
 
 
 def test_negative_control(tmp_path: Path) -> None:
