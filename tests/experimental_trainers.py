@@ -10,7 +10,7 @@ from datasets import Dataset
 from other_trainer_cases import share_of_low_words
 from preferences import alone, pairs, settings, word_tokenizer
 from tiny import tiny_model
-from trainer_cases import online_dpo, policy
+from trainer_cases import policy
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.a2po import A2POConfig, A2POTrainer
@@ -18,6 +18,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.tpo import TPOConfig, TPOTrainer
 
@@ -71,6 +72,12 @@ def tpo(folder: Path, **further: Any) -> Any:
     data = data.add_column("reference", [row["chosen"] + " w5" for row in data])
     args = alone(TPOConfig(**settings(folder, **further)))
     return TPOTrainer(policy(), args=args, train_dataset=data, processing_class=word_tokenizer())
+
+
+def online_dpo(folder: Path, **further: Any) -> Any:
+    args = alone(OnlineDPOConfig(**settings(folder, max_length=64, max_new_tokens=COMPLETION, **further)))
+    models = {"model": policy(), "ref_model": policy(seed=1), "reward_funcs": share_of_low_words}
+    return OnlineDPOTrainer(**models, args=args, train_dataset=prompts(), processing_class=chat_tokenizer())
 
 
 def gkd(folder: Path, **further: Any) -> Any:

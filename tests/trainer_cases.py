@@ -27,7 +27,6 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 EXAMPLES = 24
 
@@ -115,20 +114,6 @@ def grpo(folder: Path, **further: Any) -> Any:
 
 def rloo(folder: Path, **further: Any) -> Any:
     return _generating(RLOOTrainer, RLOOConfig, folder, beta=0.0, **further)
-
-
-def online_dpo(folder: Path, **further: Any) -> Any:
-    """Build TRL's trainer that generates the pairs it prefers; it applies a chat template to each prompt."""
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
-    return OnlineDPOTrainer(
-        policy(),
-        ref_model=policy(seed=1),
-        reward_funcs=share_of_low_words,
-        args=alone(OnlineDPOConfig(**settings(folder, max_new_tokens=12, max_length=64, **further))),
-        train_dataset=pairs().remove_columns(["chosen", "rejected"]),
-        processing_class=tokenizer,
-    )
 
 
 BUILD: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "kto": kto, "reward": reward, "plain": plain}

@@ -14,11 +14,16 @@ _METRICS = {
 ``CPOTrainer``). Other trainers, such as TRL's for DPO and KTO, select the completions by a mask."""
 
 
+def padded_metrics(trainer: object) -> tuple[str, ...]:
+    """Return the names of a trainer's metrics that depend on the logits of padding."""
+    names = ((base.__module__.partition(".")[0], base.__name__) for base in type(trainer).__mro__)
+    return next((_METRICS[name] for name in names if name in _METRICS), ())
+
+
 def note_on_padding(trainer: object) -> str | None:
     """Return a line on a trainer's metrics that depend on the logits of padding, or None if there are none."""
-    names = ((base.__module__.partition(".")[0], base.__name__) for base in type(trainer).__mro__)
-    metrics = next((_METRICS[name] for name in names if name in _METRICS), None)
-    if metrics is None:
+    metrics = padded_metrics(trainer)
+    if not metrics:
         return None
     return (
         f"{', '.join(metrics[:-1])} and {metrics[-1]} of {type(trainer).__name__} are means over every slot of a "

@@ -12,11 +12,6 @@ from preferences import STEPS, logged
 import fastpack
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_equal(name: str, tmp_path: Path, calls: Calls) -> None:

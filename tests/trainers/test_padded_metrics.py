@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from dpo_cases import dpo
-from preferences import logged, pairs, settings, word_tokenizer
-from tiny import tiny_model
-from trainer_cases import kto, online_dpo, sft
+from experimental_trainers import CASES
+from preferences import logged
+from trainer_cases import kto, sft
 from transformers import TrainerCallback
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.cpo import CPOTrainer
 from trl.experimental.tpo import TPOTrainer
 
 import fastpack
@@ -25,20 +24,8 @@ TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 def build(name: str, folder: Path) -> Any:
-    if name == "OnlineDPO":
-        return online_dpo(folder)
-    built: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "CPO": (CPOTrainer, CPOConfig, {}),
-        "SimPO": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0}),
-        "ORPO": (ORPOTrainer, ORPOConfig, {}),
-    }
-    trainer, config, further = built[name]
-    return trainer(
-        tiny_model("llama", attn_implementation="sdpa"),
-        args=config(**settings(folder, max_length=None, **further)),
-        train_dataset=pairs(),
-        processing_class=word_tokenizer(),
-    )
+    make, further = CASES[name]
+    return make(folder, **further)
 
 
 def notes(trainer: Any) -> list[str]:

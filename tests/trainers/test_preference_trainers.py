@@ -14,11 +14,6 @@ from preferences import STEPS, logged
 import fastpack
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_dpo(loss_type: str, tmp_path: Path, calls: Calls) -> None:

@@ -17,11 +17,6 @@ from trl import SFTTrainer
 import fastpack
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("patch", ["model", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)

@@ -263,7 +263,7 @@ class _Finish(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Unfinished:
-    """What the end of a forward needs.
+    """The inputs of the end of a forward.
 
     Attributes:
         a: ``[R, I]``, the input of the last matmul.

@@ -47,6 +47,30 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
     return int(built.metadata.shared)
 
 
+def with_descriptors(
+    kernel: Any,
+    dtype: str,
+    tiles: dict[str, tuple[int, int]],
+    others: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int],
+    capability: int,
+) -> int:
+    """Return the shared memory of a kernel that loads tiles through descriptors.
+
+    ``tiles`` has the shape of each descriptor's tile; ``others`` has the types of arguments without their numbers, by
+    default int32.
+    """
+    signature: dict[str, str] = {}
+    for name in kernel.arg_names:
+        if name in tiles:
+            signature[name] = f"tensordesc<{dtype}[{tiles[name][0]},{tiles[name][1]}]>"
+        else:
+            signature[name] = "constexpr" if name in constants else others.get(name.rstrip("012"), "i32")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
+
+
 def sums_of_matmuls(count: int, dtype: str, rank: int, outputs: int) -> int:
     """Return the shared memory of ``outputs`` sums of ``count`` matmuls on Hopper.
 
@@ -65,17 +89,9 @@ def sums_of_matmuls(count: int, dtype: str, rank: int, outputs: int) -> int:
     for i, block in enumerate(used):
         types |= {f"x{i}": (height, block), f"lower_x{i}": (matmuls.BLOCK_BELOW, block)}
         types[f"m{i}"] = (width, block) if transposed[i] else (block, width)
-    signature: dict[str, str] = {}
-    for name in matmuls._matmul_kernel.arg_names:
-        if name in types:
-            signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
-        else:
-            pointers = {"count": "*i32", "schedule": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
-            signature[name] = "constexpr" if name in constants else pointers.get(name.rstrip("012"), "i32")
-    kernel: Any = matmuls._matmul_kernel
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    pointers = {"count": "*i32", "schedule": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
     options = {"num_warps": matmuls.WARPS, "num_stages": matmuls.STAGES}
-    return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+    return with_descriptors(matmuls._matmul_kernel, dtype, types, pointers, constants, options, 90)
 
 
 def grouped_matmuls(name: str, dtype: str, x: torch.Tensor, rank: int, capability: int) -> dict[str, Any]:
@@ -94,17 +110,10 @@ def grouped_matmuls(name: str, dtype: str, x: torch.Tensor, rank: int, capabilit
             constants |= {"low": None, "factors": None}
     else:
         kernel, types = grouped._outer_kernel, {"x": (tile["ROWS"], tile["M"]), "y": (tile["ROWS"], tile["N"])}
-    signature: dict[str, str] = {}
-    for argument in kernel.arg_names:
-        if argument in types:
-            signature[argument] = f"tensordesc<{dtype}[{types[argument][0]},{types[argument][1]}]>"
-        else:
-            pointers = dict.fromkeys(("order", "offsets", "tiles", "tile_count"), "*i32")
-            pointers |= {"bias": f"*{dtype}", "out": f"*{dtype}", "scale": "fp32"}
-            signature[argument] = "constexpr" if argument in constants else pointers.get(argument, "i32")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"stages": options["num_stages"], "taken": int(built.metadata.shared), "limit": LIMITS[capability]}
+    pointers = dict.fromkeys(("order", "offsets", "tiles", "tile_count"), "*i32")
+    pointers |= {"bias": f"*{dtype}", "out": f"*{dtype}", "scale": "fp32"}
+    taken = with_descriptors(kernel, dtype, types, pointers, constants, options, capability)
+    return {"stages": options["num_stages"], "taken": taken, "limit": LIMITS[capability]}
 
 
 def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:

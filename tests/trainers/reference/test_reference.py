@@ -21,12 +21,6 @@ from fastpack.trainers.reference import ReferenceCacheError, columns, with_refer
 from fastpack.trainers.reference.cache import FILE
 from fastpack.trainers.reference.compute import PAIR_COLUMNS, Examples
 
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
 ON_TINY = ("cohere", "granite", "gemma2", "mixtral", "qwen3", "gpt2")
 """Heads with a scale, a divisor, a softcap, experts; and one whose logits have to be computed."""
 

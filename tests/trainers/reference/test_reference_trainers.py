@@ -22,12 +22,6 @@ from fastpack.errors import PackingError, PatchError
 from fastpack.trainers.reference import MissingReferenceError, ReferenceCacheError, precompute, with_reference_log_probs
 from fastpack.trainers.reference.compute import PAIR_COLUMNS
 
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "dpo": (pair_trainer, {}),
     "dpo, base of LoRA": (pair_trainer, {"peft": "base"}),
