@@ -88,7 +88,8 @@ class Outcome:
 def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
     """Measure the machine, then each variant in its own process; stop when losses disagree.
 
-    A variant of another library that fails or disagrees has an error instead of results, and the others go on.
+    A variant of another library that fails or disagrees has an error instead of results, and the others go on. It is
+    never the one that others are compared with, so the first other variant comes before it.
 
     Raises:
         FastpackError: a process failed for another reason than a lack of memory; its output is printed first.
@@ -98,6 +99,8 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
     ceiling = Ceiling(**machine["ceiling"])
     results: list[RunResult] = []
     verdict = compare(results, half=half)
+    reference = next((name for name in variants if not VARIANTS[name].foreign), None)
+    variants = sorted(variants, key=lambda name: name != reference)
     for name in variants:
         row = _result(name, settings)
         verdict = compare([*results, row], half=half)

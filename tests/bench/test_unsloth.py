@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,12 @@ def test_where_it_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_variants(["Unsloth"], on_gpu=True, trainer="dpo")
 
 
-def run_all(monkeypatch: pytest.MonkeyPatch, *rows: RunResult | FastpackError) -> runner.Outcome:
-    """Return the outcome of a stock variant, Unsloth and fastpack, whose processes end like this."""
-    names = ["stock padded", "Unsloth", "fastpack"]
+def run_all(
+    monkeypatch: pytest.MonkeyPatch,
+    *rows: RunResult | FastpackError,
+    names: Sequence[str] = ("stock padded", "Unsloth", "fastpack"),
+) -> runner.Outcome:
+    """Return the outcome of variants whose processes end like this."""
     ended = dict(zip(names, rows, strict=True))
 
     def said(name: str, *_: Any) -> dict[str, Any]:
@@ -177,6 +180,13 @@ def test_the_others_go_on_where_it_trains_another_model(monkeypatch: pytest.Monk
     assert "tokens_per_second" not in result.to_dict()["variants"][1]
     assert result.verdict.agree
     assert [row.variant for row in result.ran] == ["stock padded", "fastpack"]
+
+
+def test_others_are_not_compared_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_all(monkeypatch, made_up("Unsloth", 2.5), made_up("fastpack"), names=["Unsloth", "fastpack"])
+    assert [row.variant for row in result.results] == ["fastpack", "Unsloth"]
+    assert "trains another model" in str(result.results[1].error)
+    assert result.verdict.agree
 
 
 def test_ours_may_not_fail_or_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
