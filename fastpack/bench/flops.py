@@ -11,7 +11,8 @@ These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts 
 
 For rows with images, the image tower is counted too, where each patch of an image sees all of its patches.
 
-DPO's reference adds a forward, without adapters. A prompt that several sequences share is counted for each, and so are
+DPO's reference adds a forward, without adapters, and distillation's teacher adds its own; both heads are needed for
+completions only. A prompt that several sequences share is counted for each, and so are
 its images.
 """
 
@@ -25,8 +26,9 @@ import torch
 
 from fastpack.bench.images import Grid
 from fastpack.bench.models import LORA_RANK, lora_config, with_lora
-from fastpack.bench.settings import GENERATIONS, RunSettings
+from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import TOWER, auto_class, has_experts, make_config
+from fastpack.bench.variants import ROLLOUTS
 from fastpack.model.unwrap import find_parts
 from fastpack.trainers.metrics.flops import ModelFlops, linear_flops, read_flops
 
@@ -76,6 +78,15 @@ def last_inputs(settings: RunSettings) -> int:
     return inputs * config.num_experts_per_tok if has_experts(settings.shape) else inputs
 
 
+def teacher_flops(shape: str, lengths: Sequence[int], predicted: int) -> int:
+    """Return the operations of a teacher's forward on sequences of these lengths, with its head on predicted tokens."""
+    config = make_config(shape).get_text_config()
+    with torch.device("meta"):
+        model: Any = auto_class(shape).from_config(config).requires_grad_(False)
+    head = 2 * config.hidden_size * config.vocab_size
+    return flops_of(read_flops(model), lengths) - head * (sum(lengths) - predicted)
+
+
 def needed_flops(settings: RunSettings) -> int:
     """Count the operations that the timed steps need, for a decoder with gated MLPs or experts in every layer."""
     composite = make_config(settings.shape)
@@ -88,14 +99,15 @@ def needed_flops(settings: RunSettings) -> int:
     model = model.requires_grad_(True) if settings.mode == "full" else with_lora(model, lora_config(settings))
     timed = slice(settings.warmup * settings.rows, None)
     grids = settings.grids()[timed]
-    if settings.trainer == "grpo":
-        grids = [grid for grid in grids for _ in range(GENERATIONS)]
+    grids = [grid for grid in grids for _ in range(settings.branches)]
     needed = flops_of(read_flops(model), lengths) + tower_flops(model, grids)
     forward = flops_of(read_flops(model.requires_grad_(False)), lengths)
     head = 2 * config.hidden_size * config.vocab_size
     predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
-    if settings.trainer == "grpo":
-        predicted = sum(settings.completion_lengths()[timed.start * GENERATIONS :])
+    if settings.trainer in ROLLOUTS:
+        predicted = sum(settings.completion_lengths()[timed.start * settings.branches :])
+    if settings.teacher is not None:
+        needed += teacher_flops(settings.teacher, lengths, predicted)
     if settings.trainer == "dpo":
         predicted = sum(chosen + rejected for _, chosen, rejected in settings.pair_lengths()[timed])
         needed += reference - head * (tokens - predicted)

@@ -1,10 +1,11 @@
-"""Draw or read the lengths of rows in tokens; for DPO, of the prompt and both completions of each pair."""
+"""Draw or read the lengths of rows in tokens: of texts, of DPO's pairs, and of the completions of prompts."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import re
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length:
     Args:
         count: the number of rows.
         kind: ``alpaca`` draws lengths of instruction data (log-normal, median 149, 5 % below about 40, 5 % above about
-            450, at most 663: the Alpaca data set under a 16k vocabulary); a number is the length of every row; anything
-            else is the path of a JSON file with a list of lengths, which are used in order and repeated.
+            450, at most 663: the Alpaca data set under a 16k vocabulary); a number is the length of every row;
+            ``500-2000`` draws uniformly from 500 to 2,000; anything else is the path of a JSON file with a list of
+            lengths, which are used in order and repeated.
         seed: the seed of the draws.
         max_length: the length to which longer rows are cut, or None.
 
@@ -40,7 +42,7 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length:
         draw = random.Random(seed)
         lengths = [_log_normal(MEDIAN, draw.gauss(0, SPREAD), RANGE) for _ in range(count)]
     else:
-        lengths = [int(kind)] if kind.isdigit() else _read(kind, "alpaca")
+        lengths = _named(count, kind, "alpaca", seed)
     if not all(_is_count(length, 2) for length in lengths):
         raise ValueError("pass lengths of rows as whole numbers of at least 2: one token alone has nothing to predict.")
     return [min(length, max_length or length) for length in islice(cycle(lengths), count)]
@@ -82,10 +84,25 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
     return list(islice(cycle(pairs), count))
 
 
-def make_completion_lengths(count: int, *, seed: int = 0) -> list[int]:
-    """Return ``count`` lengths of completions, drawn as in :func:`make_pair_lengths`, but independent of each other."""
-    draw = random.Random(seed)
-    return [_log_normal(COMPLETION, COMPLETION_SPREAD * draw.gauss(0, 1), COMPLETION_RANGE) for _ in range(count)]
+def make_completion_lengths(count: int, *, kind: str = "chat", seed: int = 0) -> list[int]:
+    """Return the lengths of ``count`` completions.
+
+    Args:
+        count: the number of completions.
+        kind: ``chat`` draws them as :func:`make_pair_lengths` does, but independent of each other; a number, a range or
+            a file are what they are in :func:`make_lengths`.
+        seed: the seed of the draws.
+
+    Raises:
+        ValueError: there is no such file, the file has no list of whole numbers, or a completion is empty.
+    """
+    if kind == "chat":
+        draw = random.Random(seed)
+        return [_log_normal(COMPLETION, COMPLETION_SPREAD * draw.gauss(0, 1), COMPLETION_RANGE) for _ in range(count)]
+    lengths = _named(count, kind, "chat", seed)
+    if not all(_is_count(length, 1) for length in lengths):
+        raise ValueError("pass lengths of completions as whole numbers of at least 1.")
+    return list(islice(cycle(lengths), count))
 
 
 def sequences(pairs: list[Pair]) -> list[int]:
@@ -111,11 +128,24 @@ def _draw_pair(draw: random.Random) -> Pair:
     return prompt, chosen, rejected
 
 
-def _read(name: str, keyword: str) -> list[Any]:
-    """Return the list in a JSON file; the error message offers ``keyword``, which draws lengths without a file."""
+def _named(count: int, kind: str, keyword: str, seed: int) -> list[Any]:
+    """Return the length that a number names, ``count`` lengths drawn from a range, or the list in a JSON file."""
+    if kind.isdigit():
+        return [int(kind)]
+    if (limits := re.fullmatch(r"(\d+)-(\d+)", kind)) is None:
+        return _read(kind, keyword, "a number of tokens, a range such as 500-2000")
+    least, most = map(int, limits.groups())
+    if least > most:
+        raise ValueError(f"the range ends before it begins; pass {most}-{least}.")
+    draw = random.Random(seed)
+    return [draw.randint(least, most) for _ in range(count)]
+
+
+def _read(name: str, keyword: str, others: str = "a number of tokens (at least 2)") -> list[Any]:
+    """Return the list in a JSON file; the message of an error offers ``keyword`` and ``others`` instead of a file."""
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"no such file; pass {keyword!r}, a number of tokens (at least 2), or a JSON file of lengths.")
+        raise ValueError(f"no such file; pass {keyword!r}, {others}, or a JSON file of lengths.")
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -39,10 +39,10 @@ class FirstSteps(NamedTuple):
 
 
 def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> FirstSteps:
-    """Train with TRL's ``SFTTrainer``, ``DPOTrainer`` or ``GRPOTrainer``, as a user would call it."""
-    make_trainer = sft_trainer if settings.trainer == "sft" else dpo_trainer
-    if settings.trainer == "grpo":
-        from fastpack.bench.grpo import grpo_trainer as make_trainer  # late, since it imports TRL
+    """Train with one of TRL's trainers, as a user would call it."""
+    make_trainer = {"sft": sft_trainer, "dpo": dpo_trainer, "grpo": _grpo_trainer, "distill": _distill_trainer}[
+        settings.trainer
+    ]
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, settings, trainer_arguments(settings, folder))
         steps = StepCallback(timer, experts=settings.trains_experts)
@@ -50,6 +50,18 @@ def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> First
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][:COMPARED_STEPS]
     return FirstSteps([entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged], steps.expert_norms)
+
+
+def _grpo_trainer(*arguments: Any) -> Any:
+    from fastpack.bench.grpo import grpo_trainer  # late, since it imports TRL
+
+    return grpo_trainer(*arguments)
+
+
+def _distill_trainer(*arguments: Any) -> Any:
+    from fastpack.bench.distill import distill_trainer  # late, since it imports TRL
+
+    return distill_trainer(*arguments)
 
 
 def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:

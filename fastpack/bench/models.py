@@ -13,6 +13,7 @@ import fastpack
 from fastpack.bench import stock_varlen
 from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import TOWER, auto_class, has_experts, has_images, make_config
+from fastpack.errors import FastpackError
 from fastpack.ops.mxfp4 import quantize_mxfp4
 
 LORA_RANK = 16
@@ -22,11 +23,15 @@ EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """The stacks of experts."""
 
 
+class LossNotFusedError(FastpackError):
+    """A trainer keeps its own loss, so that there is nothing to time; the message says why."""
+
+
 def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
-    For ``DPOTrainer`` and ``GRPOTrainer`` the model is plain: the trainer adds adapters and a reference, and is patched
-    as a whole.
+    For all trainers but the ``SFTTrainer``, the model is plain: the trainer adds adapters and other models, and is
+    patched as a whole.
     """
     model, backend = build_base(settings, device)
     if settings.mode == "qlora":
@@ -58,9 +63,14 @@ def build_base(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
 
 
 def patch(target: Any, settings: RunSettings) -> None:
-    """Patch a model or trainer with the options of the settings."""
+    """Patch a model or trainer with the options of the settings.
+
+    Raises:
+        LossNotFusedError: the trainer keeps its own loss, and the variant is one with a fused loss.
+    """
     fastpack.patch(
         target,
+        max_tokens=settings.max_tokens,
         attention=settings.attention,
         kernels=settings.kernels,
         graphs=settings.graphs,
@@ -68,6 +78,9 @@ def patch(target: Any, settings: RunSettings) -> None:
         offload=settings.offload,
         share_prefixes="auto" if settings.spec.shared else None,
     )
+    why = dict(fastpack.report(target).skipped).get("loss")
+    if settings.spec.fused and why is not None:
+        raise LossNotFusedError(f"the loss is not fused: {why}")
 
 
 def quantised(model: Any, *, experts: bool = False) -> Any:

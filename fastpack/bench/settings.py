@@ -9,22 +9,23 @@ from typing import Any, Literal
 from fastpack.bench.images import Grid, make_grids, tokens_of
 from fastpack.bench.lengths import Pair, make_completion_lengths, make_lengths, make_pair_lengths, sequences
 from fastpack.bench.shapes import has_experts, has_images, make_config
-from fastpack.bench.variants import VARIANTS, Variant
+from fastpack.bench.variants import ROLLOUTS, VARIANTS, Variant
 
 COMPARED_STEPS = 5
 """The number of first steps in which losses and gradient norms are read and compared."""
 
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = "out of memory"
-GENERATIONS = 8
-"""GRPO's completions for each prompt."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """The settings of one run: the flags of ``fastpack bench``.
 
-    ``rows`` counts a batch's rows, or DPO's pairs, or GRPO's prompts. With ``lora_experts``, LoRA is on experts too.
+    ``rows`` counts a batch's rows, or DPO's pairs, or the prompts of GRPO and distillation. With ``lora_experts``, LoRA
+    is on experts too. ``generations`` counts GRPO's completions for each prompt, ``completions`` names their lengths,
+    and ``micro_batches`` counts the trainer's own micro-batches of a step. Patched trainers split these by
+    ``max_tokens``. ``teacher`` is the shape of distillation's teacher.
     """
 
     variant: str
@@ -37,6 +38,11 @@ class RunSettings:
     warmup: int = 3
     lengths: str = "alpaca"
     max_length: int | None = None
+    teacher: str | None = None
+    generations: int = 8
+    completions: str = "chat"
+    micro_batches: int = 1
+    max_tokens: int | None = None
     checkpointing: bool = False
     loop: str = "trl"
     attention: str = "auto"
@@ -78,14 +84,20 @@ class RunSettings:
             return []
         return make_grids(self.rows * self.total_steps, make_config(self.shape).vision_config, self.seed)
 
+    @property
+    def branches(self) -> int:
+        """Return the number of completions of each prompt; distillation has one."""
+        return self.generations if self.trainer == "grpo" else 1
+
     def completion_lengths(self) -> list[int]:
-        """Return the length of every completion of GRPO's prompts, which are the rows of :meth:`text_lengths`."""
-        return make_completion_lengths(GENERATIONS * self.rows * self.total_steps, seed=self.seed)
+        """Return the length of every completion of the prompts, which are the rows of :meth:`text_lengths`."""
+        count = self.branches * self.rows * self.total_steps
+        return make_completion_lengths(count, kind=self.completions, seed=self.seed)
 
     def row_lengths(self) -> list[int]:
         """Return the length of every row, in the order of :meth:`pair_lengths`.
 
-        A pair has two rows, and one of GRPO's prompts has one for each completion.
+        A pair has two rows, and a prompt has one for each of its completions.
         """
         if self.trainer == "dpo":
             return sequences(self.pair_lengths())
@@ -93,9 +105,9 @@ class RunSettings:
         if grids:
             vision = make_config(self.shape).vision_config
             lengths = [text + tokens_of(grid, vision) for text, grid in zip(lengths, grids, strict=True)]
-        if self.trainer != "grpo":
+        if self.trainer not in ROLLOUTS:
             return lengths
-        prompts = [length for length in lengths for _ in range(GENERATIONS)]
+        prompts = [length for length in lengths for _ in range(self.branches)]
         return [prompt + own for prompt, own in zip(prompts, self.completion_lengths(), strict=True)]
 
     def timed_batches(self) -> list[list[int]]:

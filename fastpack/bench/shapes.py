@@ -75,6 +75,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    "qwen2-1.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
     "qwen3-8b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -177,6 +200,11 @@ def make_config(shape: str) -> Any:
 def has_images(shape: str) -> bool:
     """Return whether a shape is that of a vision-language model."""
     return "vision_config" in SHAPES[shape]
+
+
+def vocabulary(shape: str) -> int:
+    """Return the number of a shape's token ids."""
+    return int(make_config(shape).get_text_config().vocab_size)
 
 
 def has_experts(shape: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import fastpack
 from fastpack.bench.loops import train_plainly, train_with_trl
 from fastpack.bench.measure import StepTimer
-from fastpack.bench.models import build_model
+from fastpack.bench.models import LossNotFusedError, build_model
 from fastpack.bench.settings import OUT_OF_MEMORY, RunResult, RunSettings
 from fastpack.bench.unsloth_model import build_unsloth_model
 from fastpack.trainers.metrics.counting import resident_bytes
@@ -35,6 +35,8 @@ def run(settings: RunSettings) -> RunResult:
         first = train(model, settings, timer)
     except torch.OutOfMemoryError:
         return RunResult(settings.variant, error=OUT_OF_MEMORY)
+    except LossNotFusedError as error:
+        return RunResult(settings.variant, error=str(error))
     batches = settings.timed_batches()
     tokens = [sum(batch) for batch in batches]
     return RunResult(

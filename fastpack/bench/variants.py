@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+ROLLOUTS = ("grpo", "distill")
+"""The trainers that generate completions, which are drawn here."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -20,8 +23,8 @@ class Variant:
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
         fused: the trainer's loss is fused with the head: ``patch(trainer, loss="fused")``.
         shared: the prompt that several sequences share runs once.
-        trainers: the trainers that the variant works with. Those of DPO and GRPO always pad.
-        images: whether the variant trains on rows with images, which TRL always pads, and whether on rows without.
+        trainers: the trainers that the variant works with, on rows of text. All but the SFTTrainer always pad.
+        image_trainers: the trainers that it works with on rows with images, which TRL always pads.
     """
 
     what: str
@@ -34,7 +37,11 @@ class Variant:
     fused: bool = False
     shared: bool = False
     trainers: tuple[str, ...] = ("sft",)
-    images: tuple[bool, ...] = (False,)
+    image_trainers: tuple[str, ...] = ()
+
+    def trains(self, trainer: str, *, images: bool) -> bool:
+        """Return whether a trainer is one of the variant's, on rows with or without images."""
+        return trainer in (self.image_trainers if images else self.trainers)
 
     @property
     def module(self) -> str:
@@ -68,6 +75,8 @@ class Variant:
             return "needs a GPU"
         if self.packed and not self.patched and not flash:
             return "needs FlashAttention-2, without which transformers does not separate this shape's sequences"
+        if self.varlen and not flash:
+            return "needs FlashAttention-2, which transformers lacks for this shape"
         if self.liger and importlib.util.find_spec("liger_kernel") is None:
             return "liger-kernel is not installed"
         if self.unsloth and importlib.util.find_spec("unsloth") is None:
@@ -75,35 +84,55 @@ class Variant:
         return None
 
 
-TRAINERS = ("sft", "dpo", "grpo")
-BOTH = (False, True)
+TRAINERS = ("sft", "dpo", "grpo", "distill")
+IMAGE_TRAINERS = ("sft", "grpo")
+"""The trainers that train on rows with images here."""
 
 VARIANTS = {
-    "stock padded": Variant("padded batches, transformers' sdpa attention", trainers=TRAINERS, images=BOTH),
+    "stock padded": Variant(
+        "padded batches, transformers' sdpa attention", trainers=TRAINERS, image_trainers=IMAGE_TRAINERS
+    ),
     "stock padded + FA2": Variant(
-        "padded batches of images, FlashAttention-2's varlen kernel, un-padded at each layer's attention",
+        "padded batches, FlashAttention-2's varlen kernel, un-padded at each layer's attention",
         varlen=True,
-        trainers=("sft", "grpo"),
-        images=(True,),
+        trainers=ROLLOUTS,
+        image_trainers=IMAGE_TRAINERS,
+    ),
+    "stock padded + FA2 + Liger": Variant(
+        "the same with TRL's use_liger_kernel, which since TRL 1.15 is Liger's layers under TRL's own chunked loss",
+        varlen=True,
+        liger=True,
+        trainers=ROLLOUTS,
     ),
     "stock padding_free": Variant("flattened batches, transformers' sdpa attention", packed=True),
     "stock + FA2": Variant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
     "stock + FA2 + Liger": Variant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
     "Unsloth": Variant("loaded and trained as Unsloth documents it, which decides about padding itself", unsloth=True),
-    "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS, images=BOTH),
+    "fastpack": Variant(
+        "patched, fed the padded batches", patched=True, trainers=TRAINERS, image_trainers=IMAGE_TRAINERS
+    ),
     "fastpack + FA2": Variant(
         "patched, fed the padded batches of images; FlashAttention-2's kernel in the image tower, which stays stock",
         varlen=True,
         patched=True,
-        trainers=("sft", "grpo"),
-        images=(True,),
+        trainers=(),
+        image_trainers=IMAGE_TRAINERS,
     ),
     "fastpack, prompts shared": Variant(
         "patched, but a prompt runs once for all of its completions, with its images",
         patched=True,
         shared=True,
         trainers=("dpo", "grpo"),
-        images=BOTH,
+        image_trainers=("grpo",),
+    ),
+    "fastpack, fused loss": Variant(
+        "patched, fed the padded batches, but the trainer's loss is fused with the head",
+        patched=True,
+        fused=True,
+        trainers=("grpo",),
+    ),
+    "fastpack, prompts shared, fused loss": Variant(
+        "both of these", patched=True, fused=True, shared=True, trainers=("grpo",)
     ),
     "fastpack packed": Variant("patched, fed the flattened batches", packed=True, patched=True),
     "fastpack collated": Variant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from fastpack.bench.lengths import make_lengths
 from fastpack.bench.models import dtype_of
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import RunSettings
-from fastpack.bench.shapes import SHAPES, has_experts, has_images, make_config, takes_flash_attention
-from fastpack.bench.variants import TRAINERS, VARIANTS
+from fastpack.bench.shapes import SHAPES, has_experts, has_images, make_config, takes_flash_attention, vocabulary
+from fastpack.bench.variants import IMAGE_TRAINERS, ROLLOUTS, TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
@@ -30,7 +30,7 @@ Exit codes: 1 if losses disagree; 2 if a flag is wrong; {NOT_COMPARED} if severa
 fewer than two ran."""
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
+    "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, qwen0.5b with distill, tiny on a CPU"},
     "--mode": {
         "choices": ("full", "lora", "qlora", "mxfp4"),
         "default": "full",
@@ -47,17 +47,20 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--trainer": {
         "choices": TRAINERS,
         "default": "sft",
-        "help": "TRL's SFTTrainer, its DPOTrainer, or the update of its GRPOTrainer",
+        "help": "TRL's SFTTrainer, its DPOTrainer, or the update of its GRPOTrainer or DistillationTrainer on drawn "
+        "completions",
     },
     "--rows": {
         "type": POSITIVE,
-        "help": "rows in a batch (default: 16); with dpo, pairs; with grpo, prompts of 8 completions each (default: 4)",
+        "help": "rows in a step (default: 16); with dpo, pairs (default: 4); with grpo, prompts of several completions "
+        "each (default: 4); with distill, prompts of one completion each",
     },
     "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
     "--warmup": {"type": at_least(0), "help": "untimed steps before the timed ones (default: 3, with --graphs 5)"},
     "--lengths": {
-        "help": "'alpaca', a number of tokens, or a JSON file of lengths; for dpo, 'chat', a number, or a JSON file of "
-        "[prompt, chosen, rejected], all in tokens; with --ops, only for ops over packed sequences",
+        "help": "'alpaca', a number of tokens, a range such as 500-2000, or a JSON file of lengths; for dpo, 'chat', a "
+        "number, or a JSON file of [prompt, chosen, rejected], all in tokens; with grpo and distill, of prompts; with "
+        "--ops, only for ops over packed sequences",
     },
     "--data": {"dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
     "--max-length": {"type": at_least(2), "help": "truncate rows to this many tokens"},
@@ -91,6 +94,25 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "nargs": "?",
             "const": "fused",
             "help": "with --loop plain: fuse the loss with the head",
+        },
+    },
+    "with --trainer grpo and distill": {
+        "--completions": {
+            "metavar": "LENGTHS",
+            "help": "'chat' (the default), a number of tokens, a range such as 500-2000, or a JSON file of lengths",
+        },
+        "--generations": {"type": at_least(2), "help": "with grpo: completions of each prompt (default: 8)"},
+        "--teacher": {
+            "choices": SHAPES,
+            "help": "with distill: a shape with the same vocabulary (default: qwen3-8b on a GPU, tiny on a CPU)",
+        },
+        "--micro-batches": {
+            "type": POSITIVE,
+            "help": "the micro-batches of a step, in every variant (default: 1)",
+        },
+        "--max-tokens": {
+            "type": POSITIVE,
+            "help": "fastpack splits micro-batches into pieces of at most this many tokens",
         },
     },
     "output files": {
@@ -132,17 +154,21 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
     Raises:
         UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
             without checkpointing, ``--lora-experts`` without LoRA or experts, graphs or offloading on a CPU, a plain
-            loop for DPO or GRPO, or images for DPO. Or MXFP4 can't be loaded here.
+            loop for another trainer than SFT's, images for DPO or distillation, or flags of rollouts without any. Or
+            MXFP4 can't be loaded here, the teacher has another vocabulary, or micro-batches would be uneven.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
-    sft = args.trainer == "sft"
-    shape: str = args.shape or ("llama8b" if on_gpu else "tiny")
+    sft, distill = args.trainer == "sft", args.trainer == "distill"
+    shape: str = args.shape or (("qwen0.5b" if distill else "llama8b") if on_gpu else "tiny")
+    rows: int = args.rows or (16 if sft or distill else 4)
+    teacher = args.teacher or (("qwen3-8b" if on_gpu else "tiny") if distill else None)
     for wrong, why in (
         (
-            dpo and has_images(shape),
+            args.trainer not in IMAGE_TRAINERS and has_images(shape),
             f"--shape {shape} trains on images, and is for --trainer sft and grpo. Pass another shape.",
         ),
-        (not sft and plain, "--loop plain is for --trainer sft: only TRL's trainers have the losses of DPO and GRPO."),
+        *_wrong_rollouts(args, shape, teacher, rows),
+        (not sft and plain, f"--loop plain is for --trainer sft: only TRL's trainer has the loss of {args.trainer}."),
         (
             args.loss and not plain,
             "--loss is for --loop plain: TRL's trainers have their own loss; the variant 'fastpack fused "
@@ -173,12 +199,36 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
             raise UsageError(why)
     defaults: dict[str, Any] = {
         "shape": shape,
-        "rows": 16 if sft else 4,
+        "rows": rows,
+        "teacher": teacher,
         "warmup": 5 if args.graphs else 3,
         "lengths": "chat" if dpo else "alpaca",
     }
     flags = {setting.name: getattr(args, setting.name, None) for setting in fields(RunSettings)}
     return RunSettings("", **defaults | {name: value for name, value in flags.items() if value is not None})
+
+
+def _wrong_rollouts(
+    args: argparse.Namespace, shape: str, teacher: str | None, rows: int
+) -> Iterator[tuple[object, str]]:
+    """Yield conditions on the flags of rollouts that must not hold, and the messages if they do."""
+    grpo, distill = args.trainer == "grpo", args.trainer == "distill"
+    for name in ("completions", "micro_batches", "max_tokens"):
+        flag = f"--{name.replace('_', '-')}"
+        given = getattr(args, name) is not None
+        yield given and not grpo and not distill, f"{flag} is for --trainer grpo and distill. Leave {flag} out."
+    yield args.generations is not None and not grpo, "--generations is for --trainer grpo. Leave --generations out."
+    yield args.teacher is not None and not distill, "--teacher is for --trainer distill. Leave --teacher out."
+    if teacher is not None and vocabulary(teacher) != vocabulary(shape):
+        alike = [name for name in SHAPES if vocabulary(name) == vocabulary(shape) and not has_images(name)]
+        yield (
+            True,
+            f"--teacher {teacher} has {vocabulary(teacher):,} token ids, but --shape {shape} has "
+            f"{vocabulary(shape):,}. Pass a teacher with the same vocabulary: {', '.join(alike)}.",
+        )
+    yield distill and teacher is not None and has_images(teacher), f"--teacher {teacher} is a shape of images."
+    sequences, parts = rows * ((args.generations or RunSettings.generations) if grpo else 1), args.micro_batches or 1
+    yield sequences % parts, f"--micro-batches {parts} does not divide the {sequences} sequences of a step."
 
 
 def check(settings: RunSettings, *, on_gpu: bool) -> None:
@@ -198,10 +248,12 @@ def check(settings: RunSettings, *, on_gpu: bool) -> None:
         AttentionShape(device, dtype_of(device), heads, config.num_key_value_heads, size, size, Visibility()),
         settings.attention,
     )
+    if settings.trainer in ROLLOUTS:
+        check_lengths(settings.completions, settings.completion_lengths, "--completions")
     check_lengths(settings.lengths, settings.row_lengths)
 
 
-def check_lengths(kind: str, read: Callable[[], object]) -> None:
+def check_lengths(kind: str, read: Callable[[], object], flag: str = "--lengths") -> None:
     """Raise unless lengths can be read.
 
     Raises:
@@ -210,7 +262,7 @@ def check_lengths(kind: str, read: Callable[[], object]) -> None:
     try:
         read()
     except (OSError, ValueError) as error:
-        raise UsageError(f"--lengths {kind}: {error}") from error
+        raise UsageError(f"{flag} {kind}: {error}") from error
 
 
 def choose_variants(
@@ -229,7 +281,7 @@ def choose_variants(
         UsageError: a variant named in ``only`` can't run here.
     """
     images, flash = has_images(shape), takes_flash_attention(shape)
-    ways = {name: each for name, each in VARIANTS.items() if trainer in each.trainers and images in each.images}
+    ways = {name: each for name, each in VARIANTS.items() if each.trains(trainer, images=images)}
     reasons = {
         name: variant.unavailable(on_gpu, graphs, flash=flash, loop=loop, mode=mode) for name, variant in ways.items()
     }

@@ -333,7 +333,7 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose_variants(None, on_gpu=True)[1]["stock + FA2 + Liger"] == "liger-kernel is not installed"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    everyone = [name for name, variant in VARIANTS.items() if "sft" in variant.trainers and False in variant.images]
+    everyone = [name for name, variant in VARIANTS.items() if variant.trains("sft", images=False)]
     assert choose_variants(None, on_gpu=True) == (everyone, {})
 
 

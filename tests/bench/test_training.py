@@ -19,7 +19,7 @@ from fastpack import cli as commands
 from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, stock_varlen, variant_run
 from fastpack.bench.same_losses import compare
-from fastpack.bench.settings import COMPARED_STEPS, GENERATIONS, LEARNING_RATE, RunResult, RunSettings
+from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunResult, RunSettings
 from fastpack.bench.shapes import SHAPES, takes_flash_attention
 from fastpack.cli.main import main
 from fastpack.ops.quantized_stack import QuantizedStack
@@ -204,7 +204,7 @@ def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
     chosen = {"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused", "offload": "activations"}
     settings = replace(SMALL, **chosen)  # type: ignore[arg-type]
     stock, ours = train(settings, "stock padded", "fastpack")
-    assert patch_options == [{**chosen, "share_prefixes": None}]
+    assert patch_options == [{**chosen, "share_prefixes": None, "max_tokens": None}]
     assert (stock.backend, ours.backend) == ("sdpa", "reference")
 
 
@@ -388,7 +388,7 @@ def test_updates_of_grpo(shape: str, varlen_calls: list[object], monkeypatch: py
     assert verdict.norm_steps == 4
     assert all(norm > 0 for row in results for norm in row.gradient_norms)
     assert len(results[0].tokens) == 2
-    assert len(settings.row_lengths()) == 4 * GENERATIONS
+    assert len(settings.row_lengths()) == 4 * 8
 
 
 @trains_on_cpu
