@@ -100,7 +100,7 @@ def require_one_process(command: str) -> None:
     if "RANK" in os.environ and processes != "1":
         raise UsageError(
             f"`fastpack {command}` runs in one process, but {processes} were started: call it without torchrun or "
-            "`accelerate launch` (`fastpack sft` and `fastpack dpo` can use several)."
+            "`accelerate launch` (the commands that train can use several)."
         )
 
 

@@ -126,7 +126,9 @@ class ParsedArgs:
         script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
             ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
         ours: fastpack's own arguments.
-        max_length: the requested length; ``training.max_length`` is None if the trainer refuses its own default.
+        max_length: the requested length; ``training.max_length`` is None if the trainer refuses its own default. None
+            for trainers without such a setting.
+        loaded: whatever a command loaded while it checked its arguments.
     """
 
     script: Any
@@ -135,11 +137,12 @@ class ParsedArgs:
     mixture: Any
     ours: OwnArguments
     max_length: int | None
+    loaded: dict[str, Any] = field(default_factory=dict)
 
     @property
     def uncut(self) -> bool:
         """Return whether ``max_length`` was not set and the trainer's default was turned off."""
-        return self.max_length != self.training.max_length
+        return self.max_length != getattr(self.training, "max_length", None)
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,11 @@ class Command:
             one.
         models: a function of the policy (a model, or where to load it from) and the arguments. It returns keyword
             arguments of the trainer, which are added to the usual arguments or replace them.
+        script: TRL's class of the script's arguments.
+        own: the class of fastpack's own arguments.
+        check: a function that checks the parsed arguments, before anything is loaded.
+        check_data: a function that checks the columns of the training data, before a model is loaded.
+        metric: a metric to show in the summary beside the loss, or None.
     """
 
     name: str
@@ -166,6 +174,11 @@ class Command:
     flags: str
     columns: Callable[[Any], Collection[set[str]]]
     models: Callable[[Any, ParsedArgs], dict[str, Any]] = lambda source, args: {}
+    script: type = ScriptArguments
+    own: type[OwnArguments] = OwnArguments
+    check: Callable[[ParsedArgs], None] = lambda args: None
+    check_data: Callable[[ParsedArgs, list[str]], None] = lambda args, columns: None
+    metric: str | None = None
 
 
 _IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics is metrics: false."
@@ -191,19 +204,20 @@ def parse(command: Command, arguments: Sequence[str]) -> ParsedArgs:
     except (*loading_errors(), TypeError, YAMLError) as error:  # TypeError: from checks in TRL's dataclasses
         raise UsageError(f"{error}{_IN_A_FILE if 'from config file' in str(error) else ''}") from error
     script, training, model, mixture, ours = parsed
-    args = ParsedArgs(script, training, model, mixture, ours, training.max_length)
+    args = ParsedArgs(script, training, model, mixture, ours, getattr(training, "max_length", None))
     _check(command, args)
+    command.check(args)
     training.resume_from_checkpoint = _checkpoint(training)
     # With padding_free, TRL's SFT refuses max_length, even its own default, unless packing cuts the rows. DPO never
     # packs and always cuts.
-    cuts = not training.padding_free or getattr(training, "packing", True)
-    if isinstance(training.max_length, _Unset):
+    cuts = not getattr(training, "padding_free", False) or getattr(training, "packing", True)
+    if isinstance(args.max_length, _Unset):
         training.max_length = int(training.max_length) if cuts else None
     return args
 
 
 def _parser(command: Command) -> _Parser:
-    types: Any = (ScriptArguments, getattr(trl, command.config), ModelConfig, DatasetMixtureConfig, OwnArguments)
+    types: Any = (command.script, getattr(trl, command.config), ModelConfig, DatasetMixtureConfig, command.own)
     parser = _Parser(
         types,
         prog=f"fastpack {command.name}",
@@ -217,10 +231,11 @@ def _parser(command: Command) -> _Parser:
     parser.set_defaults(
         logging_steps=1,
         output_dir=f"outputs/{command.name}",
-        max_length=_Unset(parser.get_default("max_length")),
         dataloader_pin_memory=torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,  # none are unused; the search fails with reentrant checkpointing
     )
+    if (longest := parser.get_default("max_length")) is not None:
+        parser.set_defaults(max_length=_Unset(longest))
     if not torch.accelerator.is_available():
         # TRL's default bfloat16 is refused on a CPU; and without use_cpu each process of torchrun trains alone
         parser.set_defaults(bf16=False, use_cpu=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from trl.trainer.utils import create_model_from_path
 
 import fastpack
 from fastpack.cli.arguments import Command, ParsedArgs
+from fastpack.cli.loading import shards
 from fastpack.cli.training import run
 
 
@@ -34,16 +34,10 @@ def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
         return {"model": policy, "quantization_config": None}
     if args.model.use_peft or training.precompute_ref_log_probs:
         return {}
-    if args.ours.patch and _sharded(training):
+    if args.ours.patch and shards(training):
         reference = _loaded(source, args) if isinstance(source, str) else copy.deepcopy(source)
         return {"ref_model": fastpack.patch(reference, **args.ours.patch_keywords())}
     return {} if isinstance(source, str) else {"ref_model": copy.deepcopy(source)}
-
-
-def _sharded(training: Any) -> bool:
-    """Return whether TRL shards the reference while it builds the trainer; if so, the reference is patched before."""
-    flags = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
-    return bool(training.fsdp or training.deepspeed or "true" in flags)
 
 
 def _loaded(source: str, args: ParsedArgs) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,14 @@ def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> 
             raise UsageError(f"{name} has {counted(missing, 'row')} without a value of {column!r}: leave them out")
 
 
-def random_model(source: str, args: ParsedArgs) -> Any:
-    """Return a causal LM with the config of ``--random_init`` and random weights."""
+def shards(training: Any) -> bool:
+    """Return whether TRL shards a frozen model while it builds the trainer; if so, the model is patched before."""
+    flags = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
+    return bool(training.fsdp or training.deepspeed or "true" in flags)
+
+
+def random_model(source: str, args: ParsedArgs, seed: int | None = None) -> Any:
+    """Return a causal LM with the config in ``source`` and random weights, of the trainer's seed or another."""
     trust, requested = args.training.trust_remote_code, args.model
     require_there(source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
@@ -94,7 +101,7 @@ def random_model(source: str, args: ParsedArgs) -> Any:
         settings["dtype"] = read_dtype(requested.dtype)
     if requested.attn_implementation is not None:
         settings["attn_implementation"] = requested.attn_implementation
-    set_seed(args.training.seed)
+    set_seed(args.training.seed if seed is None else seed)
     # initialise on the training device: for a large model this takes a second, and minutes on the host
     with args.training.device:
         return AutoModelForCausalLM.from_config(config, **settings)

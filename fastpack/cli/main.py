@@ -17,6 +17,8 @@ from fastpack.cli import quiet, require
 COMMANDS = {
     "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
     "dpo": "train on preferences with TRL's DPOTrainer, padding-free (every DPOConfig flag works)",
+    "grpo": "train on rewards with TRL's GRPOTrainer, padding-free (every GRPOConfig flag works)",
+    "distill": "train a student on a teacher with TRL's DistillationTrainer (every DistillationConfig flag works)",
     "demo": "train a tiny model stock, then patched, and compare the runs; needs no network",
     "bench": "compare time, memory and losses of stock and patched training",
     "verify": "prove on a model that sequences don't see each other",
@@ -29,6 +31,8 @@ TRAINING = ("trl", "datasets")
 NEEDED = {
     "sft": TRAINING,
     "dpo": TRAINING,
+    "grpo": TRAINING,
+    "distill": TRAINING,
     "demo": (*TRAINING, "matplotlib"),
     "smoke": TRAINING,
 }

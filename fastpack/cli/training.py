@@ -1,4 +1,4 @@
-"""Build one of TRL's own trainers, patch it, run it, and print a summary, for ``fastpack sft`` and ``fastpack dpo``.
+"""Build one of TRL's own trainers, patch it, run it, and print a summary, for the commands that train.
 
 Every flag of TRL's script of the same name works. TRL's parser reads the arguments into its ``ScriptArguments``, the
 trainer's config and ``ModelConfig``; our flags are added to them.
@@ -60,6 +60,7 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
     training, model, ours = args.training, args.model, args.ours
     tokenizer = load_tokenizer(args)
     train_dataset, eval_dataset = load_dataset(command, args)
+    command.check_data(args, list(train_dataset.column_names or ()))
     quantization = get_quantization_config(model)
     with ExitStack() as cleanup:
         source: Any = model.model_name_or_path
@@ -111,7 +112,9 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
     history = trainer.state.log_history
     logged = {entry["step"]: entry for entry in history if "loss" in entry}
     evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-    _print_summary(f"fastpack {command.name}", summary, report)
+    values = [entry[command.metric] for entry in history if command.metric in entry]
+    changed = {f"{command.metric}, first to last": f"{values[0]:.4f} to {values[-1]:.4f}"} if values else {}
+    _print_summary(f"fastpack {command.name}", summary, report, changed)
     if args.uncut:
         off = f"the default --max_length {args.max_length:,} was off"
         print(f"note: --padding_free without --packing cuts no examples: {off}")
@@ -128,7 +131,7 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
         Path(args.ours.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
+def _print_summary(title: str, summary: Summary, report: PatchReport, further: dict[str, str]) -> None:
     first, last = ("not logged" if x is None else f"{x:.4f}" for x in (summary.first_loss, summary.last_loss))
     memory = summary.peak_memory_bytes
     prefixes = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
@@ -137,6 +140,7 @@ def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
     rows = {
         "steps": f"{summary.steps:,}",
         "loss, first to last": f"{first} to {last}",
+        **further,
         "real tokens": f"{summary.real_tokens:,}",
         "real tokens/s": f"{summary.tokens_per_second:,.0f}",
         "slots that were padding": f"{summary.padding_share:.1%} of {summary.slots:,}",

@@ -53,6 +53,21 @@ def run_dpo(work: Path, *flags: str) -> dict[str, Any]:
     return results
 
 
+def run_rollouts(work: Path, command: str, *flags: str) -> dict[str, Any]:
+    """Run ``fastpack grpo`` or ``distill`` on short completions; it must succeed. Return its results."""
+    assert main([*rollout_flags(work, command), *flags, "--json", "results.json"]) == 0
+    results: dict[str, Any] = json.loads(Path("results.json").read_text())
+    assert len(results["steps"]) == STEPS
+    return results
+
+
+def rollout_flags(work: Path, command: str) -> list[str]:
+    flags = [command, *sft_flags(work)[1:], "--max_completion_length", "12"]
+    at = flags.index("--dataset_name")
+    flags[at : at + 2] = ["--data", str(work / "prompts.jsonl")]
+    return flags
+
+
 def assert_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()

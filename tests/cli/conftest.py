@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from fastpack.cli.demo.data import make_pairs, make_rows, tiny_llama, train_toke
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``rows.jsonl``, ``pairs.jsonl``, ``tokenizer/`` and ``llama.json``."""
+    """A folder with ``rows.jsonl``, ``pairs.jsonl``, ``prompts.jsonl``, ``tokenizer/`` and ``llama.json``."""
     folder = tmp_path_factory.mktemp("work")
     write_rows(make_pairs(48), folder).rename(folder / "pairs.jsonl")
     rows = make_rows(48)
+    prompts = [{"prompt": row["messages"][:1], "answer": row["messages"][1]["content"]} for row in rows]
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
     tokenizer = train_tokenizer(rows)
     tokenizer.save_pretrained(folder / "tokenizer")
     write_rows(rows, folder)

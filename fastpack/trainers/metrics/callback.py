@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
 
 from fastpack.errors import FastpackWarning, PatchError, UnsupportedModelError
-from fastpack.trainers.metrics.counting import Count, count_batch, peak_memory
+from fastpack.trainers.metrics.counting import Count, batch_of, count_batch, peak_memory
 from fastpack.trainers.metrics.flops import ModelFlops, read_flops
 from fastpack.trainers.metrics.peaks import peak_of
 from fastpack.trainers.metrics.stopwatch import Stopwatch
@@ -121,7 +121,7 @@ class MetricsCallback(TrainerCallback):
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add the counts of a batch that a backward may follow, without waiting for the device."""
-        batch = {**kwargs, "input_ids": args[0]} if args else kwargs
+        batch = batch_of(args, kwargs)
         has_tokens = batch.get("input_ids") is not None or batch.get("inputs_embeds") is not None
         if not (has_tokens and model.training and torch.is_grad_enabled()):
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.block_masks import may_be_blocks, read_blocks
@@ -68,6 +68,29 @@ def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) ->
         trained=_trained(batch, starts_BS),
         pairs=tuple((visible_BS if window is None else visible_BS.clamp(max=window)).sum() for window in windows),
     )
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch of a model's forward, from its arguments.
+
+    TRL's distillation runs its loss as the model's forward, so that wrappers around the model take part. The arguments
+    then are those of the loss: the model, and the trainer's prompts and completions.
+    """
+    if not args or not isinstance(args[0], nn.Module):
+        return {**kwargs, "input_ids": args[0]} if args else kwargs
+    for inputs in args:
+        if isinstance(inputs, Mapping) and "completion_ids" in inputs:
+            return _joined(inputs)
+    return {}
+
+
+def _joined(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch of padded prompts and completions; all completion tokens but those of tools have labels."""
+    ids, mask = (torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], 1) for part in ("ids", "mask"))
+    learned = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    completions = inputs["completion_ids"].masked_fill(learned == 0, IGNORE_INDEX)
+    labels = torch.cat([torch.full_like(inputs["prompt_ids"], IGNORE_INDEX), completions], 1)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:

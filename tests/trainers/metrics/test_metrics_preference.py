@@ -12,7 +12,18 @@ from preferences import settings as base_settings
 from test_metrics import logged
 from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
 
 import fastpack
 from fastpack.trainers.metrics import attach
@@ -110,3 +121,31 @@ def test_grpo_and_kto(patch: bool, tmp_path: Path) -> None:
         fastpack.patch(kto)
     steps = logged(kto)
     assert all(0 < step["trained_tokens"] < step["real_tokens"] for step in steps)
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_distillation(patch: bool, tmp_path: Path) -> None:
+    """TRL runs the loss as the student's forward; the teacher's tokens don't count."""
+    args = DistillationConfig(**base_settings(tmp_path, max_completion_length=6))
+    data, teacher = pairs().select_columns(["prompt"]), tiny_model("llama", attn_implementation="sdpa", seed=1)
+    trainer = DistillationTrainer(
+        tiny(), teacher_model=teacher, args=args, train_dataset=data, processing_class=word_tokenizer()
+    )
+    attach(trainer)
+    if patch:
+        fastpack.patch(trainer)
+    seen: list[tuple[int, int, int]] = []
+    prepare = trainer._prepare_inputs
+
+    def prepared(inputs: Any) -> Any:
+        batch = prepare(inputs)
+        completions = int(batch["completion_mask"].sum())
+        slots = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+        seen.append((int(batch["prompt_mask"].sum()) + completions, completions, slots))
+        return batch
+
+    trainer._prepare_inputs = prepared
+    steps = logged(trainer)
+    assert len(steps) == STEPS
+    counted = [(step["real_tokens"], step["trained_tokens"], step["padding_tokens"]) for step in steps]
+    assert counted == [(real, trained, slots - real) for real, trained, slots in seen]
