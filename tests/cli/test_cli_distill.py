@@ -21,7 +21,9 @@ def _teacher(work: Path, _offline_and_here: None) -> None:
 
 @pytest.mark.sample(1)
 @trains_on_cpu
-@pytest.mark.parametrize("flags", [(), (*LORA, "--beta", "0.5"), ("--gradient_accumulation_steps", "2")])
+@pytest.mark.parametrize(
+    "flags", [(), (*LORA, "--lora_dropout", "0", "--beta", "0.5"), ("--gradient_accumulation_steps", "2")]
+)
 def test_distillation_patched_and_stock_are_the_same(work: Path, flags: tuple[str, ...]) -> None:
     patched = run_rollouts(work, "distill", *TEACHER, *flags)
     stock = run_rollouts(work, "distill", *TEACHER, *flags, "--no_patch")

@@ -52,7 +52,9 @@ def run_grpo(work: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.sample(1)
 @trains_on_cpu
-@pytest.mark.parametrize("flags", [(), (*LORA, "--beta", "0.1", "--loss_type", "grpo"), ("--share_prefixes", "auto")])
+@pytest.mark.parametrize(
+    "flags", [(), (*LORA, "--lora_dropout", "0", "--beta", "0.1", "--loss_type", "grpo"), ("--share_prefixes", "auto")]
+)
 def test_grpo_patched_and_stock_are_the_same(
     work: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
