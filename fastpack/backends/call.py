@@ -21,9 +21,9 @@ class Visibility:
     """The keys that a query sees: a range of its own sequence, and earlier segments that several sequences share.
 
     The query at position p sees ``[start, p + 1)`` of its sequence. The range starts at the first token, or holds at
-    most ``window`` tokens. In a block of an image, it ends with the block. Each backend names the attributes that it
-    serves in ``SERVES``. A new attribute (for a range that begins on another rank) is refused by each backend that does
-    not name it.
+    most ``window`` tokens. In a block of an image, it ends with the block; no backend serves such blocks and segments
+    together. Each backend names the attributes that it serves in ``SERVES``. A new attribute (for a range that begins
+    on another rank) is refused by each backend that does not name it.
 
     Attributes:
         window: how many tokens a query sees up to itself; None for all tokens before it.
@@ -42,6 +42,8 @@ class Visibility:
         for part in type(self).__dataclass_fields__.values():  # fields() would filter them anew in each layer
             if part.name not in serves and getattr(self, part.name) != part.default:
                 return _REASONS.get(part.name, f"does not support {part.name}")
+        if self.segments and self.two_way is not None:
+            return "does not support image blocks in sequences that share segments"
         return None
 
 

@@ -26,7 +26,7 @@ from fastpack.utils.compile import cached_constant
 if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores
 
-SERVES = ("window", "two_way")
+SERVES = ("window", "two_way", "segments")
 LIMITS = Limits(
     "a GPU from Ampere on; on Hopper, auto prefers it for head sizes 64 to 128, but takes flash-attn 3 or 4 if most "
     "tokens are in sequences of 768 or more",
@@ -72,10 +72,15 @@ def run(call: AttentionCall) -> Tensor:
         q, scale = q * (-1 if scale else 0), abs(scale) or 1.0
     scores = Scores(scale, call.visibility.window, call.softcap)
     rows, ranges = rows_of(call.packed.row_count), call.seen_ranges
-    seen: tuple[Tensor | None, ...] = (None, None, None, None)
+    shared, cu_seqlens = call.packed.shared, call.packed.cu_seqlens
+    seen: tuple[Tensor | None, ...] = (None,) * 4
+    edges: tuple[Tensor | None, ...] = (None,) * 4
     if ranges is not None:
         seen = (ranges.first_key, ranges.end_key, ranges.first_query, ranges.end_query)
-    return _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, rows, scores, *seen)
+    if shared is not None:
+        cu_seqlens, paths, branches = shared.tree.cu_seqlens, shared.tree.paths, shared.tree.branches
+        edges = (paths.table, paths.offsets, branches.table, branches.offsets)
+    return _TritonPacked.apply(q, k, v, call.sinks, cu_seqlens, rows, scores, *seen, *edges)
 
 
 @cached_constant
@@ -96,37 +101,38 @@ class _TritonPacked(torch.autograd.Function):
         cu_seqlens: Tensor,
         rows: Tensor | None,
         scores: Scores,
-        *seen: Tensor | None,
+        *layout: Tensor | None,
     ) -> Tensor:
         from fastpack.ops.kernels import attention
 
         # the gradient of a sink is a sum over all tokens: computed from a rounded result, it would lose small terms
         exact = torch.float32 if ctx.needs_input_grad[3] else None
-        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows, seen_keys=seen[:2])
-        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows, *seen)
+        seen = {"seen_keys": layout[:2], "paths": layout[4:6]}
+        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows, **seen)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows, *layout)
         ctx.scores = scores
         return out.to(q.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from fastpack.ops.kernels import attention, attention_backward
+        from fastpack.ops.kernels import attention, attention_keys, attention_queries
 
-        q, k, v, sinks, out, lse, cu_seqlens, rows, *seen = ctx.saved_tensors
+        q, k, v, sinks, out, lse, cu_seqlens, rows, *layout = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad = attention.readable(grad)
         of_keys = needed[1] or needed[2]
-        arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens) if of_keys else None
+        arrivals = attention_keys.make_arrivals(q, k, v, cu_seqlens) if of_keys else None
         shared = {"rows": rows, "arrivals": arrivals}
-        dq, delta = attention_backward.queries(
-            grad, q, k, v, out, lse, cu_seqlens, ctx.scores, **shared, seen_keys=seen[:2]
+        dq, delta = attention_queries.queries(
+            grad, q, k, v, out, lse, cu_seqlens, ctx.scores, **shared, seen_keys=layout[:2], paths=layout[4:6]
         )
         dk = dv = dsinks = None
         if of_keys:
-            shared["seeing_queries"] = seen[2:]
-            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, **shared)
+            shared |= {"seeing_queries": layout[2:4], "branches": layout[6:]}
+            dk, dv = attention_keys.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, **shared)
         if sinks is not None and needed[3]:
             # a sink's weight times (0 - delta), since the sink carries no value; summed once, in float32
             weight = torch.exp2(sinks.float() * attention.LOG2E - lse)
             dsinks = (weight * delta).sum(0).neg().to(sinks.dtype)
-        return dq, dk, dv, dsinks, *(None,) * 7
+        return dq, dk, dv, dsinks, *(None,) * 11

@@ -3,7 +3,8 @@
 If attention alone mixes tokens, a token's hidden state depends only on its position and the tokens before it. Sequences
 that begin alike (a prompt with its chosen and rejected completions, a group of completions, a system prompt of many
 chats) form a trie, and only the nodes of the trie have to be computed: norms, projections and MLPs run on each node
-once. Attention gets all tokens of every sequence (:func:`fastpack.attention_dispatch.attend`).
+once. So does attention, if its backend serves segments; to other backends, :func:`fastpack.attention_dispatch.attend`
+gives all tokens of every sequence.
 
 Shape suffixes: T tokens of all sequences, N sequences, U kept tokens.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fastpack.errors import PackingError
 from fastpack.ops.shared_rows import Copies, copies_of, first_copies
+from fastpack.packing.prefix_tree import PrefixTree, make_tree
 from fastpack.utils.tensors import map_tensors, send
 
 _OTHER_IDS = (
@@ -61,6 +63,10 @@ class Prefixes:
         source = (is_first.cumsum(0) - 1)[kept]
         return map_tensors(copies_of(source, first), lambda x: send(x, device))
 
+    def tree(self, lengths: Sequence[int], device: torch.device) -> PrefixTree:
+        """Return which of the kept tokens each of them sees, for sequences of these lengths."""
+        return make_tree(self.order, self.shared, lengths, device)
+
 
 @dataclass(frozen=True, eq=False)
 class SharedTokens:
@@ -69,10 +75,12 @@ class SharedTokens:
     Attributes:
         copies: the kept token, one of U, that each of the T tokens is a copy of.
         position_ids: int64 ``[1, U]``, the positions of the kept tokens.
+        tree: which of the kept tokens each of them sees.
     """
 
     copies: Copies
     position_ids: Tensor
+    tree: PrefixTree
 
     @property
     def total_tokens(self) -> int:

@@ -282,9 +282,10 @@ class PackedSeqLens:
 
         def build() -> PackedSeqLens:
             copies = prefixes.copies(self.lengths, self.cu_seqlens.device)
+            tree = prefixes.tree(self.lengths, self.cu_seqlens.device)
             positions = self.position_ids.index_select(1, copies.first)
             # a memo of its own, since an entry of this memo must not refer to it
-            return replace(self, shared=SharedTokens(copies, positions), _memo={})
+            return replace(self, shared=SharedTokens(copies, positions, tree), _memo={})
 
         return self.memo(("shared", prefixes), build)
 

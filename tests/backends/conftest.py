@@ -73,12 +73,12 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
     """Return a function: after ``cut(tile)`` all of our own attention kernels use this tile."""
-    from fastpack.ops.kernels import attention, attention_backward
+    from fastpack.ops.kernels import attention, attention_keys, attention_queries
 
     def cut(tile: AttentionTile) -> None:
         if tile.sharing:
-            monkeypatch.setattr(attention_backward, "LEAST_STEPS", 1)
-        for module in (attention, attention_backward):
+            monkeypatch.setattr(attention_keys, "LEAST_STEPS", 1)
+        for module in (attention, attention_queries, attention_keys):
             monkeypatch.setattr(module, "chosen", lambda *_, **__: tile)
 
     return cut

@@ -14,7 +14,7 @@ from fastpack.backends.call import AttentionCall
 from fastpack.packing.seqlens import PackedSeqLens
 
 pytest.importorskip("triton")
-from fastpack.ops.kernels import attention, attention_backward
+from fastpack.ops.kernels import attention, attention_keys, attention_queries
 from fastpack.ops.kernels.attention import AttentionTile, Scores
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
@@ -64,12 +64,12 @@ def all_and_arrivals(
     q, k, v = call.q, call.k, call.v
     scores = Scores(call.scale, call.window, call.softcap)
     out, lse = attention.forward(q, k, v, call.sinks, cu_seqlens, scores, rows=rows)
-    arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens)
+    arrivals = attention_keys.make_arrivals(q, k, v, cu_seqlens)
     if arrivals is not None:
         arrivals.fill_(77)  # memory may hold anything
     shared = {"rows": rows, "arrivals": arrivals}
-    dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, scores, **shared)
-    dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, scores, **shared)
+    dq, delta = attention_queries.queries(grad, q, k, v, out, lse, cu_seqlens, scores, **shared)
+    dk, dv = attention_keys.keys(grad, q, k, v, lse, delta, cu_seqlens, scores, **shared)
     return [out, lse, dq, dk, dv], arrivals
 
 

@@ -227,13 +227,17 @@ def test_old_gpus(
     assert backend.rejects(shape(dtype=dtype)) is None
 
 
-def test_no_backend_sees_earlier_segments() -> None:
-    """``attend`` makes sequences whole first; a direct request for segments is refused by every backend."""
+def test_earlier_segments() -> None:
+    """Only our own kernel serves them, which needs a GPU; for all other backends ``attend`` makes sequences whole."""
     requested = shape("cpu", visibility=Visibility(segments=True))
-    assert set(explain(requested).values()) == {"does not support segments"}
+    reasons = explain(requested)
+    assert reasons.pop("triton_packed") == "needs a CUDA device, not cpu"
+    assert set(reasons.values()) == {"does not support segments"}
     with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: does not support segments; "):
         choose(requested)
     assert None in explain(shape("cpu")).values(), "nothing else is wrong with it"
+    blocks = Visibility(segments=True, two_way="in_window")
+    assert blocks.rejects(("segments", "two_way")) == "does not support image blocks in sequences that share segments"
 
 
 def test_unknown_visibility_is_refused() -> None:

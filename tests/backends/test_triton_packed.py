@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastpack.backends import reference, triton_packed
 from fastpack.backends.call import AttentionCall
-from fastpack.ops.kernels import attention, attention_backward, launch
+from fastpack.ops.kernels import attention, attention_keys, attention_queries, launch
 from fastpack.ops.kernels.attention import AttentionTile, Scores
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -256,7 +256,7 @@ def test_unneeded_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) ->
     full = measure(triton_packed.run, call)
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(call.q.shape, generator=generator, dtype=torch.float64).bfloat16().float()  # as measure draws it
-    monkeypatch.setattr(attention_backward, "keys_kernel", None)
+    monkeypatch.setattr(attention_keys, "keys_kernel", None)
     q, sinks = call.q.clone().requires_grad_(), call.sinks.clone().requires_grad_()
     out = triton_packed.run(replace(call, q=q, sinks=sinks))
     assert same(list(torch.autograd.grad(out, (q, sinks), grad)), [full.grads["q"], full.grads["sinks"]])
@@ -282,7 +282,7 @@ def test_stages_that_fit_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_size_has_a_tile_for_every_group() -> None:
-    for table in (attention.FORWARD, attention.FLOAT32, attention_backward.QUERIES, attention_backward.KEYS):
+    for table in (attention.FORWARD, attention.FLOAT32, attention_queries.QUERIES, attention_keys.KEYS):
         assert list(table) == [64, 128, 256]
         for tile in table.values():
             for count in (tile.rows, tile.keys):
@@ -343,7 +343,7 @@ def test_a_recorded_launch_serves_other_lengths() -> None:
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last sequence among 2^31 elements has the same bits as alone, with shared walks switched off."""
-    monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
+    monkeypatch.setattr(attention_keys, "MOST_PIECES", 1)
     tokens, heads, size = 2**20 + 300, 16, 128
     q = torch.zeros(tokens, heads, size, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.zeros(tokens, 1, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -25,7 +25,7 @@ from packed_kernels import (
 from torch import Tensor
 
 from fastpack.backends import triton_packed
-from fastpack.ops.kernels import attention, attention_backward
+from fastpack.ops.kernels import attention, attention_keys
 from fastpack.ops.kernels.attention import AttentionTile
 
 # case, tile, the most pieces of a walk, the fewest steps of a piece
@@ -42,8 +42,8 @@ def test_shared_walks(
 ) -> None:
     """Several programs add up the gradients of long walks' tiles of keys; each other tile has one program."""
     cut(replace(tile, sharing=1000))
-    monkeypatch.setattr(attention_backward, "MOST_PIECES", most)
-    monkeypatch.setattr(attention_backward, "LEAST_STEPS", least)
+    monkeypatch.setattr(attention_keys, "MOST_PIECES", most)
+    monkeypatch.setattr(attention_keys, "LEAST_STEPS", least)
     kept = record_arrivals(monkeypatch)
     assert_exact(triton_packed.run, case, FLOAT)
     call = case.make(FLOAT, requires_grad=False)
@@ -79,13 +79,13 @@ def test_walks_are_not_shared_where_counters_would_not_be_zeroed(cut: Cut, monke
 def record_arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """Return a list to which the ``arrivals`` of each launch of the keys' kernel are added."""
     kept: list[Tensor | None] = []
-    keys = attention_backward.keys
+    keys = attention_keys.keys
 
     def recorded(*args: Any, arrivals: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         kept.append(arrivals)
         return keys(*args, arrivals=arrivals, **kwargs)
 
-    monkeypatch.setattr(attention_backward, "keys", recorded)
+    monkeypatch.setattr(attention_keys, "keys", recorded)
     return kept
 
 
@@ -102,9 +102,9 @@ def test_shared_walks_are_what_one_program_makes(
     grad = torch.randn(call.q.shape, generator=generator, device="cuda", dtype=call.q.dtype)
     result, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
     assert arrivals is not None
-    assert arrivals.max() == attention_backward.MOST_PIECES
+    assert arrivals.max() == attention_keys.MOST_PIECES
     assert all(same(result, all_of(call, call.packed.cu_seqlens, grad, rows)) for _ in range(20))
-    monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
+    monkeypatch.setattr(attention_keys, "MOST_PIECES", 1)
     alone, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
     assert arrivals is None
     assert same(result[:3], alone[:3])

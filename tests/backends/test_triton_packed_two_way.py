@@ -30,7 +30,7 @@ from torch import Tensor
 from fastpack.attention_dispatch import attend
 from fastpack.backends import triton_packed
 from fastpack.backends.call import AttentionCall
-from fastpack.ops.kernels import attention, attention_backward
+from fastpack.ops.kernels import attention, attention_keys, attention_queries
 from fastpack.ops.kernels.attention import AttentionTile
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.packing.two_way import TwoWay, TwoWayBlocks
@@ -155,9 +155,9 @@ def test_every_kernel_gets_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for module, name in ((attention, "forward"), (attention_backward, "queries"), (attention_backward, "keys")):
+    for module, name in ((attention, "forward"), (attention_queries, "queries"), (attention_keys, "keys")):
         monkeypatch.setattr(module, name, stand_in(name, 2))
-    monkeypatch.setattr(attention_backward, "make_arrivals", lambda *_: None)
+    monkeypatch.setattr(attention_keys, "make_arrivals", lambda *_: None)
     call = Case(two_way="whole", groups=1).make(FLOAT)
     for case, expected in ((call, True), (replace(call, two_way=None), False)):
         triton_packed.run(case).sum().backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ops.case import PLAIN, Case, Inputs, Maker, Run
-from fastpack.bench.ops.loss_attention_cases import _attend
+from fastpack.bench.ops.loss_attention_cases import _attend, _attend_on_copies
 from fastpack.bench.ops.runner import random_gradients, runs_of, trained
 from fastpack.exactness.rule import bound_of, is_half, largest, middle, relative, worst
 from fastpack.ops.dequantize import definition
@@ -25,7 +25,11 @@ def _unrounded(weight: Tensor, state: Any) -> Tensor:
     return definition(weight, SimpleNamespace(**{**vars(state), "dtype": torch.float32}))
 
 
-REFERENCES: dict[str, Run] = {"attention": functools.partial(_attend, backend="reference"), "dequantize": _unrounded}
+REFERENCES: dict[str, Run] = {
+    "attention": functools.partial(_attend, backend="reference"),
+    "attention_tree": functools.partial(_attend_on_copies, backend="reference"),
+    "dequantize": _unrounded,
+}
 """What computes the same in a wider dtype, where the plain formula does not."""
 
 

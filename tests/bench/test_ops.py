@@ -18,6 +18,7 @@ from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import time_calls
 from fastpack.bench.ops import runner
 from fastpack.bench.ops.case import LIGER, OURS, PLAIN, SMALL, Case, Maker
+from fastpack.bench.ops.loss_attention_cases import MORE_PAIRS
 from fastpack.bench.ops.runner import CASES, OpResult, run_case
 from fastpack.bench.shapes import make_config
 from fastpack.cli.main import main
@@ -36,7 +37,7 @@ def maker(tokens: int, dtype: torch.dtype = torch.float32, sizes: Any = SMALL) -
 def test_every_implementation_is_exact(name: str, tokens: int) -> None:
     result = check(CASES[name], maker(tokens))
     assert PLAIN in result
-    assert len(result) > 1 or name == "attention"  # of which a CPU has the one
+    assert len(result) > 1 or name.startswith("attention")  # of which a CPU has the one
     assert all(share <= 1 for share in result.values()), result
 
 
@@ -157,7 +158,7 @@ def test_bytes_and_operations_by_hand() -> None:
     assert work["experts_lora"] == 2 * base + 3 * low
     assert work["experts_gpt_oss"] == 2 * 2 * 4000 * 3 * 2880**2
     assert {name for name, case in CASES.items() if case.bound == "flops"} == {
-        "linear_cross_entropy", "linear_cross_entropy_trained", "attention", *LORA, *EXPERTS
+        "linear_cross_entropy", "linear_cross_entropy_trained", "attention", "attention_tree", *LORA, *EXPERTS
     }  # fmt: skip
 
 
@@ -181,6 +182,17 @@ def test_attention_takes_real_lengths() -> None:
     assert packed.num_sequences > 1
     pairs = sum(length * (length + 1) // 2 for length in packed.lengths)
     assert CASES["attention"].work(maker(300)) == 14 * pairs * SMALL.num_attention_heads * SMALL.head_dim
+
+
+def test_attention_of_a_tree() -> None:
+    """At any T, copies attend as many times more pairs as the title says."""
+    for tokens in (2819, 28192):
+        q, _, _, packed = CASES["attention_tree"].inputs(maker(tokens))
+        assert len(q) == packed.shared.total_tokens == tokens
+        assert packed.shared.tree.pairs_alone / packed.shared.tree.pairs == pytest.approx(MORE_PAIRS, abs=0.05)
+    assert packed.lengths[0] == 8192 + 500
+    assert packed.lengths[-1] == 8192 + 2000
+    assert CASES["attention_tree"].work(maker(2819)) < CASES["attention"].work(replace(maker(2819), lengths="2819"))
 
 
 def test_attention_takes_lengths_that_are_asked_for(

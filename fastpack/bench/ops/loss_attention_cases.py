@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.attention_dispatch import AttentionCall, attend, explain
+from fastpack.attention_dispatch import AttentionCall, AttentionShape, attend, attend_on_copies, explain
 from fastpack.bench.ops.case import LIGER, OURS, PLAIN, Case, Inputs, Maker, Run, liger_run
 from fastpack.ops.loss.linear_cross_entropy import linear_cross_entropy
+from fastpack.packing.prefixes import Prefixes
 from fastpack.packing.seqlens import PackedSeqLens
 
 
@@ -62,18 +65,70 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: 
 
 def _attention_runs(inputs: Inputs) -> dict[str, Run]:
     """Return the available backends; plain is torch's own attention on each run of equally long sequences."""
-    q, k, v, packed = inputs
-    reasons = explain(AttentionCall(q, k, v, packed, scale=1.0).shape)
-    others = [name for name, reason in reasons.items() if reason is None and name not in ("reference", "segments")]
     return {
         PLAIN: functools.partial(_attend, backend="segments"),
-        **{name: functools.partial(_attend, backend=name) for name in others},
+        **{name: functools.partial(_attend, backend=name) for name in _available(_shape(inputs))},
     }
+
+
+def _shape(inputs: Inputs) -> AttentionShape:
+    q, k, v, packed = inputs
+    return AttentionCall(q, k, v, packed, scale=1.0).shape
+
+
+def _available(shape: AttentionShape) -> list[str]:
+    """Return the backends that can serve a shape, but for the slow ones of a CPU."""
+    names = [name for name, reason in explain(shape).items() if reason is None]
+    return [name for name in names if name not in ("reference", "segments")]
 
 
 def _attention_flops(make: Maker) -> int:
     """Count two matmuls forward and five backward, below the diagonal."""
     pairs = sum(length * (length + 1) // 2 for length in make.sequence_lengths())
+    return 7 * 2 * pairs * make.sizes.num_attention_heads * make.sizes.head_dim
+
+
+PROMPT, COMPLETIONS = 8192, range(500, 2001, 100)
+"""Tokens of a shared prompt and of its completions; other T have the same shares."""
+MORE_PAIRS = 3.4
+"""How many times as many pairs of a query and a key there are if each completion has its own copy of the prompt."""
+
+
+def _tree_lengths(tokens: int) -> tuple[int, list[int]]:
+    """Return the tokens of a prompt and of each completion, which sum to T."""
+    ends = [*itertools.accumulate(COMPLETIONS, initial=PROMPT)]
+    prompt, *others = (max(1, round(tokens * end / ends[-1])) for end in ends)
+    return prompt, [end - begin for begin, end in itertools.pairwise([prompt, *others])]
+
+
+def _tree_inputs(make: Maker) -> Inputs:
+    prompt, completions = _tree_lengths(make.tokens)
+    prefixes = Prefixes(tuple(range(len(completions))), (0, *[prompt] * (len(completions) - 1)))
+    lengths = [prompt + completion for completion in completions]
+    packed = PackedSeqLens.from_lengths(lengths, device=make.generator.device).share(prefixes)
+    return [*_attention_inputs(make)[:3], packed]
+
+
+def _tree_runs(inputs: Inputs) -> dict[str, Run]:
+    """Return the available backends: each with copies of the prompt, and those that serve segments without."""
+    tree = _shape(inputs)
+    on_copies = replace(tree, visibility=replace(tree.visibility, segments=False))
+    return {
+        PLAIN: functools.partial(_attend_on_copies, backend="segments"),
+        **{f"{name}, copies": functools.partial(_attend_on_copies, backend=name) for name in _available(on_copies)},
+        **{name: functools.partial(_attend, backend=name) for name in _available(tree)},
+    }
+
+
+def _attend_on_copies(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: str) -> Tensor:
+    assert packed.shared is not None
+    return attend_on_copies(AttentionCall(q, k, v, packed, scale=q.shape[-1] ** -0.5), packed.shared, backend)
+
+
+def _tree_flops(make: Maker) -> int:
+    """Count two matmuls forward and five backward, over the pairs of the tree."""
+    tree = _tree_inputs(replace(make, generator=torch.Generator()))[3].shared.tree
+    pairs: int = tree.pairs
     return 7 * 2 * pairs * make.sizes.num_attention_heads * make.sizes.head_dim
 
 
@@ -86,6 +141,14 @@ CASES = [
         _attention_inputs,
         _attention_runs,
         _attention_flops,
+        "flops",
+    ),
+    Case(
+        "attention_tree",
+        f"16 completions of one prompt, T tokens in all; with copies of it there are {MORE_PAIRS} x as many pairs",
+        _tree_inputs,
+        _tree_runs,
+        _tree_flops,
         "flops",
     ),
 ]

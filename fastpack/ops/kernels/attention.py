@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fastpack.ops.kernels.attention_parts import (
     bounded,
+    load_edge,
     load_keys,
     load_rows,
     locate,
@@ -50,6 +51,10 @@ Ranges = Sequence[Tensor | None]
 """The begin and the end of each token's range, int32 ``[T]``, neither of which falls from one token to the next; or
 Nones."""
 CAUSAL: Ranges = (None, None)
+Tree = Sequence[Tensor | None]
+"""The edges of a tree's segments, and where those of each begin (:class:`fastpack.packing.prefix_tree.Edges`); or
+Nones."""
+NO_TREE: Tree = (None, None)
 
 
 @dataclass(frozen=True)
@@ -102,17 +107,26 @@ FLOAT32: dict[int, AttentionTile] = {
 
 @triton.jit
 def _walk(
-    q, result, largest, total, token, first_key, end_key, K, V, low, high, end, k_token, v_token, window, inner, outer,
+    q, result, largest, total, token, first_key, end_key, K, V, low, high, end, shift, k_token, v_token,
+    window, inner, outer,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Update the weighted values, the largest score and the sum of weights with the keys from ``low`` to ``high``."""
+    """Update the weighted values, the largest score and the sum of weights with the keys from ``low`` to ``high``.
+
+    If ``shift`` is not None, these keys are those of an edge (:class:`fastpack.packing.prefix_tree.Edge`).
+    """
     for first in tl.range(low, high, KEYS):
         k = load_keys(K, first, end, k_token, KEYS, D, BLOCK_D, MASKED)
         score = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, CAPPED)
         if MASKED:
             key = first + tl.arange(0, KEYS)
-            sees = visible(token[:, None], key[None, :], window, key[None, :], first_key, end_key, WINDOWED)
+            place = key
+            if shift is not None:
+                place = key - shift
+            sees = visible(token[:, None], place[None, :], window, key[None, :], first_key, end_key, WINDOWED)
+            if shift is not None:
+                sees = sees & (key < end)[None, :]
             score = tl.where(sees, score, float("-inf"))
         larger = tl.maximum(largest, tl.max(score, 1) * outer)  # outer is positive
         shrink = tl.exp2(largest - larger)
@@ -126,7 +140,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=["sequences", "window"])
 def forward_kernel(
-    Q, K, V, SINKS, OUT, LSE, FIRST_KEY, END_KEY, cu_seqlens, count, sequences, window, inner, outer,
+    Q, K, V, SINKS, OUT, LSE, FIRST_KEY, END_KEY, PATHS, OF_SEGMENT, cu_seqlens, count, sequences, window, inner, outer,
     q_token, q_head, k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -138,13 +152,16 @@ def forward_kernel(
     Grid: slots times key/value heads times parts of a group. Neighbouring programs take different heads of one slot.
 
     If FIRST_KEY is not None, each token sees the keys from FIRST_KEY to END_KEY ``[T]``, which never fall.
+
+    If PATHS is not None, the sequences are the segments of a tree, and each sees the keys of its edges in PATHS, too,
+    which begin at OF_SEGMENT ``[N + 1]``.
     """
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // (KV_HEADS * PARTS)
     kv_head = tl.program_id(0) // PARTS % KV_HEADS
     part = tl.program_id(0) % PARTS
-    begin, end, tile = locate(cu_seqlens, slot, sequences, BLOCK_T)
+    sequence, begin, end, tile = locate(cu_seqlens, slot, sequences, BLOCK_T)
     tiles = tl.cdiv(end - begin, BLOCK_T)
     if tile >= tiles:
         return
@@ -171,6 +188,26 @@ def forward_kernel(
         largest = tl.maximum(largest, sink)
         total = tl.exp2(sink - largest)
 
+    # fmt: off
+    if PATHS is not None:
+        for edge in range(tl.load(OF_SEGMENT + sequence), tl.load(OF_SEGMENT + sequence + 1)):
+            low, high, _, _, shift = load_edge(PATHS, edge)
+            if WINDOWED:
+                low = tl.maximum(low, first - window + 1 + shift)
+            if SPLIT and not WINDOWED:
+                full = low + (high - low) // KEYS * KEYS
+                result, largest, total = _walk(
+                    q, result, largest, total, token, None, None, K, V, low, full, high, shift,
+                    k_token, v_token, window, inner, outer,
+                    D, VALUES, BLOCK_D, BLOCK_V, KEYS, False, WINDOWED, CAPPED,
+                )
+                low = full
+            result, largest, total = _walk(
+                q, result, largest, total, token, None, None, K, V, low, high, high, shift,
+                k_token, v_token, window, inner, outer,
+                D, VALUES, BLOCK_D, BLOCK_V, KEYS, True, WINDOWED, CAPPED,
+            )
+    # fmt: on
     low = begin
     if WINDOWED:
         low = tl.maximum(begin, first - window + 1)
@@ -186,13 +223,13 @@ def forward_kernel(
             seen_by_all = tl.load(END_KEY + first)
         full = low + (seen_by_all - low) // KEYS * KEYS
         result, largest, total = _walk(
-            q, result, largest, total, token, first_key, end_key, K, V, low, full, high,
+            q, result, largest, total, token, first_key, end_key, K, V, low, full, high, None,
             k_token, v_token, window, inner, outer,
             D, VALUES, BLOCK_D, BLOCK_V, KEYS, False, WINDOWED, CAPPED,
         )
         low = full
     result, largest, total = _walk(
-        q, result, largest, total, token, first_key, end_key, K, V, low, high, high,
+        q, result, largest, total, token, first_key, end_key, K, V, low, high, high, None,
         k_token, v_token, window, inner, outer,
         D, VALUES, BLOCK_D, BLOCK_V, KEYS, True, WINDOWED, CAPPED,
     )
@@ -247,6 +284,7 @@ def forward(
     dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
     seen_keys: Ranges = CAUSAL,
+    paths: Tree = NO_TREE,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of each token over its own sequence.
 
@@ -260,6 +298,7 @@ def forward(
         dtype: the dtype of the result, or None for q's dtype.
         rows: int32 ``[1]``, or None: the results of sequences that begin at this row or later are zeros.
         seen_keys: the first key that each token sees, and one past the last.
+        paths: the edges from each segment's queries to their keys, if ``cu_seqlens`` are those of a tree's segments.
 
     Returns:
         ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks included.
@@ -271,8 +310,8 @@ def forward(
     part, parts = parts_of(heads // k.shape[1])
     with on_device(q):
         forward_kernel[(slots(cu_seqlens, tokens, tile.rows // part) * k.shape[1] * parts,)](
-            q, k, v, sinks, out, lse, *seen_keys, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            q, k, v, sinks, out, lse, *seen_keys, *paths, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
+            *strides(q, k, v),
             **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return out, lse
@@ -285,6 +324,11 @@ def readable(x: Tensor) -> Tensor:
     """
     furthest = max(x.stride(0), x.stride(1)) * MAX_TILE
     return x if x.stride(2) == 1 and furthest < 2**31 else x.contiguous()
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of tokens and of heads."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
 def slots(cu_seqlens: Tensor, tokens: int, block: int) -> int:

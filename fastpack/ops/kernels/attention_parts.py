@@ -9,9 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
-    """Return the first token and the end of a slot's sequence, and the index of its tile of ``BLOCK`` tokens.
+    """Return the index, the first token and the end of a slot's sequence, and which of its tiles of ``BLOCK`` tokens.
 
-    If the index is past the sequence's last tile, the slot is empty.
+    If the tile is past the sequence's last tile, the slot is empty.
     """
     CHUNK: tl.constexpr = 256
     started = 0
@@ -23,7 +23,7 @@ def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
     sequence = started - 1
     begin = tl.load(cu_seqlens + sequence)
     end = tl.load(cu_seqlens + sequence + 1)
-    return begin, end, slot - (begin // BLOCK + sequence)
+    return sequence, begin, end, slot - (begin // BLOCK + sequence)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def bounded(score, inner, CAPPED: tl.constexpr):
 
 @triton.jit
 def visible(token, key, window, index, first, end, WINDOWED: tl.constexpr):
-    """Return whether a token sees a key of its sequence.
+    """Return whether a token sees a key of its sequence, both of which count from the same token.
 
     If ``first`` is None, attention is causal. Else the range ``[first, end)`` of one of them must hold the ``index`` of
     the other.
@@ -133,3 +133,10 @@ def ranges_of(FIRST, END, index, valid):
     first = tl.load(FIRST + index, mask=valid, other=0)
     end = tl.load(END + index, mask=valid, other=2147483647)
     return first[:, None], end[:, None]
+
+
+@triton.jit
+def load_edge(EDGES, edge):
+    """Load the five numbers of a :class:`fastpack.packing.prefix_tree.Edge`."""
+    row = EDGES + edge * 5
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
