@@ -181,8 +181,9 @@ def patch(
         share_prefixes: If several sequences of a batch begin alike, ``auto`` computes their common beginning only once:
             the prompt of a chosen and a rejected completion, for example, or the system prompt of many chats. It does
             so in every batch in which this saves a twentieth of the tokens or more. Every sequence still attends to all
-            of its own tokens; results and gradients are the same. The report says how many tokens were saved. This
-            works only for models in which attention alone mixes tokens, and not together with ``graphs``. In a
+            of its own tokens; results and gradients are the same. Fastpack's own kernel (``triton_packed``) reads and
+            attends the keys of a common beginning once, too; all other backends get copies of it, also where these
+            are faster. The report says how many tokens were saved. This works only for models in which attention alone mixes tokens, and not together with ``graphs``. In a
             vision-language model, equal images of a batch go through the tower once (also if other layers than
             attention mix tokens), and prompts are shared if their images are the same. The tower sees all images where
             rows are padded with images of zeros (SmolVLM, if rows have different numbers of images), and where it draws

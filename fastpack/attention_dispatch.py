@@ -32,7 +32,7 @@ __all__ = [
     "explain",
 ]
 
-LEAST_SAVED = 1.5
+LEAST_RATIO = 1.5
 """How many times less work a tree must be for a backend that is not the fastest on whole sequences. Our own kernel
 takes 1.5 times as long as FlashAttention 4 on one sequence of 8,192 tokens, and less on shorter ones."""
 
@@ -128,10 +128,10 @@ def choose_for_tree(shape: AttentionShape, shared: SharedTokens, attention: str 
     if choose(whole) == name:
         return name
     tree = shared.tree
-    saved = tree.pairs_alone / tree.pairs
+    ratio = tree.pairs_alone / tree.pairs
     if shape.visibility.window is not None:  # then the work grows as the number of tokens
-        saved = shape.total_tokens / shared.total_tokens
-    return name if saved >= LEAST_SAVED else None
+        ratio = shape.total_tokens / shared.total_tokens
+    return name if ratio >= LEAST_RATIO else None
 
 
 def attend_on_copies(call: AttentionCall, shared: SharedTokens, attention: str) -> Tensor:

@@ -1,4 +1,8 @@
-"""Fastpack's own Triton kernels for short packed sequences: each tile holds a few tokens and a group of heads."""
+"""Fastpack's own Triton kernels for short packed sequences: each tile holds a few tokens and a group of heads.
+
+Sequences that begin alike may be the segments of a tree (:class:`fastpack.packing.prefix_tree.PrefixTree`), whose keys
+are stored once.
+"""
 
 from __future__ import annotations
 
