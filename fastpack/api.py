@@ -181,17 +181,18 @@ def patch(
         share_prefixes: If several sequences of a batch begin alike, ``auto`` computes their common beginning only once:
             the prompt of a chosen and a rejected completion, for example, or the system prompt of many chats. It does
             so in every batch in which this saves a twentieth of the tokens or more. Every sequence still attends to all
-            of its own tokens; results and gradients are the same. Fastpack's own kernel (``triton_packed``) reads and
-            attends the keys of a common beginning once, too; all other backends get copies of it, also where these
-            are faster. The report says how many tokens were saved. This works only for models in which attention alone mixes tokens, and not together with ``graphs``. In a
-            vision-language model, equal images of a batch go through the tower once (also if other layers than
-            attention mix tokens), and prompts are shared if their images are the same. The tower sees all images where
-            rows are padded with images of zeros (SmolVLM, if rows have different numbers of images), and where it draws
-            random numbers or trains batch norms. Nothing is shared while dropout or other noise is active (each copy
-            has its own), with ``inputs_embeds``, or under ``torch.compile``. Finding prefixes needs the token ids on
-            the host. If the model reads the lengths from the batch, the ids come in the same copy. If the collator is
-            fastpack's, or wrapped by :func:`fastpack.with_packed_seq_lens`, it has already found the prefixes.
-            Otherwise the host waits for the device once a batch.
+            of its own tokens; results and gradients are the same. Fastpack's own kernel (``triton_packed``) has the
+            keys of a common beginning once; other backends get copies of them. Where another backend is faster on whole
+            sequences, ``auto`` takes our kernel if copies would attend 1.5 times as many pairs of tokens. The report
+            says how many tokens were saved. This works only for models in which attention alone mixes tokens, and not
+            together with ``graphs``. In a vision-language model, equal images of a batch go through the tower once
+            (also if other layers than attention mix tokens), and prompts are shared if their images are the same. The
+            tower sees all images where rows are padded with images of zeros (SmolVLM, if rows have different numbers of
+            images), and where it draws random numbers or trains batch norms. Nothing is shared while dropout or other
+            noise is active (each copy has its own), with ``inputs_embeds``, or under ``torch.compile``. Finding
+            prefixes needs the token ids on the host. If the model reads the lengths from the batch, the ids come in the
+            same copy. If the collator is fastpack's, or wrapped by :func:`fastpack.with_packed_seq_lens`, it has
+            already found the prefixes. Otherwise the host waits for the device once a batch.
         strict: Raise unless every layer is on the fast tier.
         verify: Run :func:`fastpack.verify` on the patched model, and unpatch the model again if this check fails.
         max_tokens: For trainers of transformers and TRL: fill each micro-batch with at most this number of tokens,
