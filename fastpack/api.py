@@ -36,6 +36,7 @@ from fastpack.patching.state import BUDGET, FUSED_LOSS, options_of, trainer_reco
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
+from fastpack.trainers.supported import refuse_by_name
 from fastpack.utils.replacement import do_nothing
 from fastpack.utils.versions import check_versions
 
@@ -207,9 +208,10 @@ def patch(
         BackendUnavailableError: The backend requested by name can't serve this model here.
         KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
         PatchError: A package that the target builds on is older than fastpack needs; the model is already wrapped by
-            FSDP, DataParallel or ``torch.compile``; the trainer will build another model (``model_init``); ``strict``
-            is not met; an option has a value that it does not take; prefixes can't be shared exactly in this model; or
-            ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
+            FSDP, DataParallel or ``torch.compile``; the trainer is TRL's ``AsyncGRPOTrainer``, or will build another
+            model (``model_init``); ``strict`` is not met; an option has a value that it does not take; prefixes can't
+            be shared exactly in this model; or ``max_tokens`` can't be kept with this trainer. Nothing has been changed
+            when any of these is raised.
         PackingError: With ``max_tokens``, an example is longer than this limit, or the data set's lengths can't be
             known. Nothing has been changed.
         ContaminationError: With ``verify``, the patched model was not exact. It is unpatched again.
@@ -228,6 +230,7 @@ def patch(
         raise not_a_choice("verify", verify, (False, True))
     models = models_of(target)
     check_versions(packages_of(target))
+    refuse_by_name(target)
     _refuse_model_init(target, options)
     _refuse_spread_sequences(target)
     set_up = _plan_trainer(target, loss, max_tokens)

@@ -12,9 +12,9 @@ from datasets import Dataset
 from other_trainer_cases import share_of_low_words
 from preferences import alone, pairs, settings, word_tokenizer
 from tiny import tiny_model
-from trainer_cases import policy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from trainer_cases import policy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DistillationConfig, DistillationTrainer, DPOConfig
 from trl.experimental.a2po import A2POConfig, A2POTrainer
@@ -144,7 +144,9 @@ def a2po(folder: Path, **further: Any) -> Any:
 def gold(folder: Path, **further: Any) -> Any:
     args = alone(GOLDConfig(**settings(folder, max_length=256, max_completion_length=COMPLETION, **further)))
     data, tokenizer = conversations(), byte_tokenizer()
-    return GOLDTrainer(policy(), teacher_model=policy(seed=1), args=args, train_dataset=data, processing_class=tokenizer)
+    return GOLDTrainer(
+        policy(), teacher_model=policy(seed=1), args=args, train_dataset=data, processing_class=tokenizer
+    )
 
 
 SELF_DISTILLATION = {"max_completion_length": COMPLETION, "num_generations": 2, "distillation_topk": 20}

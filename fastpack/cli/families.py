@@ -1,4 +1,4 @@
-"""``fastpack families``: show the covered families or the results of a sweep, and update the lock file."""
+"""``fastpack families``: show families, TRL's trainers or a sweep's results, and update the lock file."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ from fastpack.patching.report import WORDS
 from fastpack.patching.twin import match_by_twin
 from fastpack.testing.record import Record, Row
 from fastpack.testing.worker import IMAGE_BOUND, IMAGES
+from fastpack.trainers.supported import ABSENT, TRL_TRIED, trainer_rows, trainers_markdown
 from fastpack.utils.classes import stock_class
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of families, or the results of a sweep, and return the exit code.
+    """Print the table of families or of trainers, or the results of a sweep, and return the exit code.
 
     Raises:
         UsageError: a file is not the result of a sweep, or options don't go together.
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
     form.add_argument("--json", action="store_true", help="print a JSON list of objects")
+    parser.add_argument("--trainers", action="store_true", help="list TRL's trainers instead of model families")
     form.add_argument(
         "--from",
         dest="run",
@@ -66,7 +68,9 @@ def main(arguments: Sequence[str]) -> int:
         help="with --from: add the proved classes of the installed transformers to the lock file",
     )
     args = parser.parse_args(arguments)
-    rows = family_rows()
+    if args.trainers and args.run is not None:
+        raise UsageError("--from prints families that a sweep proved: leave out either --from or --trainers")
+    rows = trainer_rows() if args.trainers else family_rows()
     if args.run is None and args.lock:
         raise UsageError("--lock adds the classes that a sweep proved: pass the sweep's results with --from RUN.json")
     if args.lock:
@@ -76,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     elif args.json:
         print(json.dumps(rows, indent=2))
     elif args.markdown:
-        print(markdown(rows))
+        print(trainers_markdown() if args.trainers else markdown(rows))
+    elif args.trainers:
+        _print_trainers(rows)
     else:
         _print_table(rows)
     return 0
@@ -109,6 +115,15 @@ def markdown(rows: Sequence[dict[str, str]]) -> str:
         if names:
             lines.append(f"| **{tier}** ({len(names)}) | {WORDS.get(tier, '')} | {', '.join(names)} |")
     return "\n".join(lines)
+
+
+def _print_trainers(rows: Sequence[dict[str, str]]) -> None:
+    table = Table(*rows[0], title=f"{len(rows)} trainers of TRL {TRL_TRIED}", title_justify="left", box=box.ROUNDED)
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console()
+    console.print(table)
+    console.print(f"Not in TRL {TRL_TRIED}: {', '.join(ABSENT)}.")
 
 
 def _print_table(rows: Sequence[dict[str, str]]) -> None:
