@@ -165,10 +165,16 @@ def patch(
         loss: ``fused`` computes the loss of ``labels=`` in training (after ``model.train()``, also under ``no_grad``)
             without holding the logits; ``out.logits`` is then None. If fastpack does not know the head, the stock loss
             runs, and the report says so. Evaluation returns logits as before. A trainer's own loss stays in force, with
-            one exception: if the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training. This
-            loss is the same mean with the same metrics, and the metrics are read from the device only when they are
-            logged; the auxiliary loss of experts is part of it. The trainer keeps another loss (``dft``, smoothed
-            labels, or your own).
+            two exceptions. If the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training.
+            This loss is the same mean with the same metrics, and the metrics are read from the device only when they
+            are logged; the auxiliary loss of experts is part of it. The trainer keeps another loss (``dft``, smoothed
+            labels, or your own). If the target is one of TRL's trainers that compute their loss from log-probabilities
+            of the labels (GRPO, RLOO, DPO, KTO and their kin, which call the model with ``fused_lm_head=True``), the
+            policy and the reference model compute these, and entropies, without logits, for the tokens that have a
+            label. The loss itself, whatever its ``loss_type``, and the metrics stay the trainer's. If the head's weight
+            is not trained, the backward computes no logits again. A quantised head, and one that ZeRO-3 shards, keep
+            TRL's own op, and so does a reference model whose forward accelerate has wrapped for mixed precision; the
+            report says so.
         offload: This needs gradient checkpointing and a CUDA device; without them it does nothing, and the report says
             why. ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward. The
             copies run in parallel with the computation. Gradients stay the same. In half precision it saves (layers -

@@ -226,7 +226,8 @@ def _graphs_of(head: HeadLike, runtime: ModelRuntime) -> tuple[GraphRunner | Non
 def _leaves_modules_alone(head: HeadLike, forward: object) -> bool:
     """Return whether only TRL's own forward runs between our hook on the head and the backbone."""
     no_other_hook = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
-    return no_other_hook and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
+    from_trl = defined_in(forward).startswith("trl.") or is_trl_forward(forward)
+    return no_other_hook and from_trl and not torch.compiler.is_compiling()
 
 
 def prepare_head(

@@ -66,8 +66,10 @@ def is_trl_forward(forward: Any) -> bool:
     """Return whether a forward is the one that TRL assigns to a head.
 
     That forward computes TRL's loss if it gets ``fused_lm_head=True``, and otherwise calls the forward that it
-    replaced.
+    replaced. Forwards of fastpack's over it are looked through.
     """
+    while isinstance(forward, Replacement):
+        forward = forward.earlier
     if not defined_in(forward).startswith("trl."):
         return False
     return FUSED_LM_HEAD in inspect.signature(forward, follow_wrapped=False).parameters

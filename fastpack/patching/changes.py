@@ -21,6 +21,7 @@ from fastpack.layers.liger import is_drop_in
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.runtime import Runtime
+from fastpack.model.log_probs import log_probs_forward
 from fastpack.packing.context import PackingContext
 from fastpack.patching.mxfp4_order import PlainOrder
 from fastpack.utils.hooks import has_hooks
@@ -32,6 +33,7 @@ from fastpack.utils.replacement import (
     Restore,
     do_nothing,
     replacement_on,
+    replaces,
     restore_class_method,
 )
 
@@ -201,5 +203,6 @@ def restore_head(head: nn.Module) -> None:
 def _restore_forwards(module: nn.Module) -> None:
     module.__dict__.pop(FORWARD_COPY, None)
     for place in FORWARDS:
-        if isinstance(module.__dict__.get(place), Replacement):
+        forward = module.__dict__.get(place)
+        if isinstance(forward, Replacement) and not replaces(forward, log_probs_forward):  # a trainer's own undoes that
             restore_class_method(module, place)

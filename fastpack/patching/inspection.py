@@ -56,6 +56,8 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     if replaced is not None:
         skipped += ((type(head).__name__, f"its class's forward is {replaced}, which runs around a patched backbone"),)
     fused_asked = state.options.loss is not None or fused is not None
+    if fused is not None and not fused.reads_head_loss:
+        skipped = tuple(entry for entry in skipped if entry[0] != "loss")  # the trainer doesn't compute that loss
     if fused_asked and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state, target)
         note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
@@ -97,6 +99,8 @@ def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object
     of_trainer = trainer_record(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
         return str(rejected)
+    if of_trainer is not None and not of_trainer.reads_head_loss:
+        return None
     if head is None:
         return "a bare backbone has no loss"
     if state.options.loss is None:

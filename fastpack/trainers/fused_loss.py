@@ -4,7 +4,8 @@ TRL's forward stays on the head. If it is called without ``fused_lm_head=True``,
 ``labels=``, :mod:`fastpack.model.loss` then computes the same loss as TRL, a mean over the tokens of a step. TRL's own
 loss computes each logit twice, forward and backward, and waits for the device four times in each micro-batch to read
 its metrics. Here the metrics are computed along with the loss, and are read when the trainer logs. Until then TRL's own
-record of them lags behind.
+record of them lags behind. Trainers that compute their loss from log-probabilities have those fused instead:
+:mod:`fastpack.trainers.log_probs`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from fastpack.patching.options import Loss
 from fastpack.patching.state import FUSED_LOSS, trainer_record
 from fastpack.trainers import step_weights
 from fastpack.trainers.budget import remove_budget
+from fastpack.trainers.log_probs import LogProbsState, plan_log_probs, remove_state
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import TrainerLike
 from fastpack.utils.replacement import Replacement, replaces
@@ -34,6 +36,7 @@ class FusedLossState:
     """The fused loss of a trainer.
 
     Attributes:
+        reads_head_loss: whether the loss is that of the head.
         rejected: why this trainer keeps its own loss, or None.
         unserved: why the head did not fuse the loss when it was asked to, or None; TRL's loss runs from then on.
         fused: the number of micro-batches with the fused loss.
@@ -44,6 +47,7 @@ class FusedLossState:
         changes: the replacements on the trainer.
     """
 
+    reads_head_loss: ClassVar[bool] = True
     rejected: str | None
     unserved: str | None = None
     fused: int = 0
@@ -64,8 +68,9 @@ class FusedLossState:
 
 
 def fused_loss_of(target: object) -> FusedLossState | None:
-    """Return the state of a trainer's fused loss, or None."""
-    return trainer_record(target, FUSED_LOSS)
+    """Return the state of a trainer's fused loss, or None; log-probabilities have another state."""
+    state = trainer_record(target, FUSED_LOSS)
+    return state if isinstance(state, FusedLossState) else None
 
 
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
@@ -76,9 +81,15 @@ def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     """
     state = fused_loss_of(target)
     if loss is None or not _brings_a_loss(target):
-        return None if state is None else functools.partial(_remove, target)
+        return None if trainer_record(target, FUSED_LOSS) is None else functools.partial(_remove, target)
+    why_not: str | None = None
+    if not _sft_bases(target):
+        plan = plan_log_probs(target)
+        if not isinstance(plan, str):
+            return plan
+        why_not = plan
     in_force = state is not None and state.rejected is None
-    rejected = next(_reasons(target, in_force=in_force), None)
+    rejected = next(_reasons(target, why_not, in_force=in_force), None)
     if state is not None and state.rejected == rejected and state.unserved is None:
         return None
     return functools.partial(_set_up, target, FusedLossState(rejected))
@@ -91,18 +102,24 @@ def _brings_a_loss(target: object) -> bool:
     )
 
 
-def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
+def _sft_bases(trainer: object) -> list[Any]:
+    """Return TRL's ``SFTTrainer`` if a trainer is one, in a list."""
+    return [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
+
+
+def _reasons(trainer: TrainerLike, why_not: str | None, *, in_force: bool) -> Iterator[str]:
     """Yield the reasons why a trainer keeps its own loss.
 
     Args:
         trainer: the trainer.
+        why_not: why its log-probabilities can't be fused, if it is no ``SFTTrainer``.
         in_force: whether the trainer already has our loss. A wrapper that was put around our loss later is fine, since
             it calls our loss.
     """
     name = type(trainer).__name__
-    bases: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
+    bases = _sft_bases(trainer)
     if not bases:
-        yield f"{name} has its own loss, which is not a mean over labels"
+        yield f"{name} has its own loss, without TRL's fused log-probabilities ({why_not})"
         return
     loss = None if in_force else beneath(trainer.__dict__.get("compute_loss"))
     own = loss is not None and getattr(loss, "__func__", None) is not bases[0].compute_loss
@@ -154,6 +171,9 @@ def _set_up(trainer: TrainerLike, state: FusedLossState) -> None:
 
 def _remove(trainer: TrainerLike) -> None:
     remove_budget(trainer)
+    log_probs = trainer_record(trainer, FUSED_LOSS)
+    if isinstance(log_probs, LogProbsState):
+        remove_state(trainer, log_probs)
     state = fused_loss_of(trainer)
     if state is None:
         return

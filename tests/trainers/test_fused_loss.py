@@ -14,7 +14,7 @@ from preferences import alone
 from sft_cases import FEEDS, STEPS, config, rows, tokenizer
 from tiny import tiny_model
 from torch import Tensor, nn
-from trainer_cases import dpo, plain
+from trainer_cases import plain, reward
 from trl import SFTConfig, SFTTrainer
 from trl.trainer import utils as trl_utils
 
@@ -233,9 +233,9 @@ def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None
 
 @pytest.mark.slow
 def test_other_trainers(tmp_path: Path, ran: Losses) -> None:
-    """A preference trainer has another loss; transformers' trainer uses the model's, which is the fused one."""
-    trainer = fastpack.patch(dpo(tmp_path), loss="fused")
-    assert "DPOTrainer has its own loss" in dict(fastpack.report(trainer).skipped)["loss"]
+    """A reward trainer has another loss; transformers' trainer uses the model's, which is the fused one."""
+    trainer = fastpack.patch(reward(tmp_path), loss="fused")
+    assert "RewardTrainer has its own loss" in dict(fastpack.report(trainer).skipped)["loss"]
     trainer.train()
     assert not ran.rows
     trainer = fastpack.patch(plain(tmp_path), loss="fused")

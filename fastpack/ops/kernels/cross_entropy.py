@@ -50,6 +50,8 @@ def _cross_entropy_kernel(
     SCALE,
     LOSSES,
     STATISTICS,
+    ENTROPIES,
+    ENTROPY_GRADIENTS,
     stride,
     vocab,
     ignore_index,
@@ -58,6 +60,7 @@ def _cross_entropy_kernel(
     SOFTCAP: tl.constexpr,
     GRADIENT: tl.constexpr,
     SCALE_PER_ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -71,8 +74,8 @@ def _cross_entropy_kernel(
     if label == ignore_index:
         tl.store(LOSSES + row, 0.0)
         if STATISTICS is not None:
-            tl.store(STATISTICS + 2 * row, 0.0)
-            tl.store(STATISTICS + 2 * row + 1, 0.0)
+            for i in tl.static_range(WIDTH):
+                tl.store(STATISTICS + WIDTH * row + i, 0.0)
         if GRADIENT:
             for start in range(0, stride, BLOCK):
                 at = start + column
@@ -98,7 +101,12 @@ def _cross_entropy_kernel(
             if SCALE is not None:
                 factor *= tl.load(SCALE + (row if SCALE_PER_ROW else 0)).to(tl.float32)
             factor = tl.where(valid, factor, float("nan"))
+            if ENTROPIES is not None:
+                of_row = tl.load(ENTROPIES + row)
+                entropy_factor = tl.load(ENTROPY_GRADIENTS + row) * logit_scale
             entropy = tl.zeros((BLOCK,), tl.float32)
+            squares = tl.zeros((BLOCK,), tl.float32)
+            logit_sum = tl.zeros((BLOCK,), tl.float32)
             is_likeliest = valid & (target >= top)
             as_likely = tl.zeros((BLOCK,), tl.int32)  # tokens before the label
             tl.debug_barrier()  # every lane has read the label's logit before any writes over it
@@ -109,18 +117,26 @@ def _cross_entropy_kernel(
                 share = tl.exp2(log_share * LOG2E)
                 if STATISTICS is not None:
                     entropy -= share * tl.maximum(log_share, -1.0e30)  # no product of 0 and infinity past the end
+                    if WIDTH > 2:
+                        squares += share * share
+                        logit_sum += tl.where(at < vocab, x, 0.0)
                     if is_likeliest:
                         as_likely += ((x == target) & (at < label)).to(tl.int32)
                 if GRADIENT:
-                    slope = share - tl.where(at == label, 1.0, 0.0)
+                    slope = (share - tl.where(at == label, 1.0, 0.0)) * factor
+                    if ENTROPIES is not None:
+                        slope -= share * (tl.maximum(log_share, -1.0e30) + of_row) * entropy_factor
                     if SOFTCAP:
                         slope *= 1.0 - capped * capped
-                    slope = tl.where(at < vocab, slope * factor, 0.0)
+                    slope = tl.where(at < vocab, slope, 0.0)
                     tl.store(AT + at, slope.to(LOGITS.dtype.element_ty), mask=at < stride)
             if STATISTICS is not None:
-                tl.store(STATISTICS + 2 * row, tl.sum(entropy, 0))
+                tl.store(STATISTICS + WIDTH * row, tl.sum(entropy, 0))
                 is_likeliest &= tl.sum(as_likely, 0) == 0
-                tl.store(STATISTICS + 2 * row + 1, is_likeliest.to(tl.float32))
+                tl.store(STATISTICS + WIDTH * row + 1, is_likeliest.to(tl.float32))
+                if WIDTH > 2:
+                    tl.store(STATISTICS + WIDTH * row + 2, tl.log(tl.sum(squares, 0)))
+                    tl.store(STATISTICS + WIDTH * row + 3, tl.sum(logit_sum, 0) / vocab)
 
 
 def cross_entropy_(
@@ -134,6 +150,7 @@ def cross_entropy_(
     softcap: float | None,
     gradient: bool,
     statistics: Tensor | None = None,
+    entropy_gradient: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Compute the losses of rows of logits, and write the gradient over the logits.
 
@@ -146,18 +163,22 @@ def cross_entropy_(
         logit_scale: multiplies the logits, before the cap.
         softcap: c in ``c * tanh(logit / c)``, or None.
         gradient: whether to write the gradient.
-        statistics: float32 ``[C, 2]``, contiguous; written, as
+        statistics: float32 ``[C, 2]`` or ``[C, 4]``, contiguous; written, as
             :func:`fastpack.ops.loss.cross_entropy.cross_entropy_` says.
+        entropy_gradient: float32 ``[C]`` each, contiguous: the rows' entropies, and the gradients with respect to them.
     """
     rows, vocab = logits.shape
     if rows == 0:
         return
     per_row = scale is not None and scale.ndim == 1
+    width = 2 if statistics is None else statistics.shape[1]
+    entropies, gradients = (None, None) if entropy_gradient is None else entropy_gradient
     block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
     # a warp without elements would read another warp's elements, which that warp may have overwritten already
     warps = max(1, min(WARPS, block // 32))
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](
-            logits, labels, scale, losses, statistics, logits.stride(0), vocab, ignore_index, logit_scale,
-            softcap or 1.0, softcap is not None, gradient, per_row, block, num_warps=warps, **early(logits),
+            logits, labels, scale, losses, statistics, entropies, gradients, logits.stride(0), vocab, ignore_index,
+            logit_scale, softcap or 1.0, softcap is not None, gradient, per_row, width, block, num_warps=warps,
+            **early(logits),
         )  # fmt: skip

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.loss import linear_cross_entropy as module
+from fastpack.ops.loss.chunks import chunk_rows
 from fastpack.ops.loss.linear_cross_entropy import Reduction, linear_cross_entropy
 from fastpack.ops.loss.segment_sums import segment_sums
 
@@ -55,10 +56,10 @@ def test_no_more_than_a_chunk_of_logits_exists(reduction: Reduction) -> None:
 
 def test_the_chunk_is_below_a_twentieth() -> None:
     tokens, vocab = 16_384, 128_256
-    assert 20 * module._chunk_rows(tokens, module.CHUNK) * vocab < tokens * vocab
-    assert 512 <= module._chunk_rows(tokens, module.CHUNK) <= 1024
+    assert 20 * chunk_rows(tokens, module.CHUNK) * vocab < tokens * vocab
+    assert 512 <= chunk_rows(tokens, module.CHUNK) <= 1024
     for tokens in (1, 500, 768, 769, 3000, 16_384):
-        rows = module._chunk_rows(tokens, module.CHUNK)
+        rows = chunk_rows(tokens, module.CHUNK)
         chunks = -(-tokens // rows)
         assert rows <= module.CHUNK
         assert tokens - (chunks - 1) * rows > rows - 128 * chunks, "about even"
