@@ -204,9 +204,18 @@ def keys_kernel(
                 BRANCHES, edge, first, window, KEYS, BLOCK_T, WINDOWED
             )
             skipped = tl.maximum(low - before, 0)
+            start_of_edge += skipped * BLOCK_T
+            walked = tl.maximum(tl.minimum(high - before, steps_of_edge) - skipped, 0)
+            if SPLIT and not WINDOWED:  # queries of an edge see every key of a tile that ends within it
+                unmasked = tl.where(first + KEYS <= end_key, walked, 0)
+                dk, dv = _walk_rows(
+                    k, v, dk, dv, key, None, None, Q, GRAD, LSE, DELTA, start_of_edge, unmasked, end_of_edge, end_key,
+                    None, window, inner, outer, q_token, q_head, grad_token, grad_head,
+                    KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, False, WINDOWED, CAPPED,
+                )
+                walked -= unmasked
             dk, dv = _walk_rows(
-                k, v, dk, dv, key, None, None, Q, GRAD, LSE, DELTA, start_of_edge + skipped * BLOCK_T,
-                tl.minimum(high - before, steps_of_edge) - skipped, end_of_edge, end_key, shift,
+                k, v, dk, dv, key, None, None, Q, GRAD, LSE, DELTA, start_of_edge, walked, end_of_edge, end_key, shift,
                 window, inner, outer, q_token, q_head, grad_token, grad_head,
                 KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, True, WINDOWED, CAPPED,
             )

@@ -104,7 +104,7 @@ def queries_kernel(
     if tile >= tiles:
         return
     first = begin + (tiles - 1 - tile) * BLOCK_T
-    token, row, valid = rows_of(first, end, part, ROWS, GROUP, PART)
+    token, _heads, valid = rows_of(first, end, part, ROWS, GROUP, PART)
 
     group = kv_head.to(tl.int64) * GROUP
     dq = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
@@ -135,7 +135,7 @@ def queries_kernel(
     # fmt: off
     if PATHS is not None:
         for edge in range(tl.load(OF_SEGMENT + sequence), tl.load(OF_SEGMENT + sequence + 1)):
-            low, high, first_query, end_query, shift = load_edge(PATHS, edge)
+            low, high, _first_query, _end_query, shift = load_edge(PATHS, edge)
             if WINDOWED:
                 low = tl.maximum(low, first - window + 1 + shift)
             if SPLIT and not WINDOWED:

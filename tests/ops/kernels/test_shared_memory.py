@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,19 +38,45 @@ FITS = [
     (90, "bf16", 4096, 1, "outer"),
 ]
 """Compute capability, dtype, rank, number of projections, kernel."""
+LIMITS = {75: 65_536, 80: 166_912, 90: 232_448}
+"""Bytes that a program may have."""
 DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
+
+
+def compiled(script: str, cases: list[Any]) -> list[dict[str, int]]:
+    """Return what a script beside this file prints of each case, in a process that does not interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(cases)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    results: list[dict[str, int]] = json.loads(run.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.mark.slow
 def test_what_kernels_take() -> None:
-    kwargs = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compiled.py")
-    command = [sys.executable, str(script), json.dumps(FITS + DOES_NOT)]
-    run = subprocess.run(command, env=kwargs, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    result = json.loads(run.stdout.splitlines()[-1])
+    result = compiled("compiled.py", FITS + DOES_NOT)
     for case, built in zip(FITS, result, strict=False):
         assert built["stages"] >= 1, case
         assert 0 < built["taken"] <= built["limit"], (case, built)
     for case, built in zip(DOES_NOT, result[len(FITS) :], strict=True):
         assert built["stages"] == 0, case
+
+
+ATTENTION = [
+    (90, 32, 8, 128, None, True),
+    (90, 14, 2, 64, 200, True),
+    (90, 32, 8, 128, None, False),
+    (80, 8, 1, 256, None, True),
+    (75, 14, 2, 64, None, True),
+]
+"""Compute capability, heads, key/value heads, head size, window, whether it is a tree."""
+
+
+@pytest.mark.slow
+def test_attention_compiles() -> None:
+    """Triton's interpreter lets pass what its compiler refuses, such as a name with two types in a loop."""
+    result = compiled("compiled_attention.py", ATTENTION)
+    for case, built in zip(ATTENTION, result, strict=True):
+        assert set(built) == {"forward_kernel", "queries_kernel", "keys_kernel"}, case
+        assert all(0 < taken <= LIMITS[case[0]] for taken in built.values()), (case, built)
