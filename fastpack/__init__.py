@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fastpack.exactness.verification import Verification as Verification
     from fastpack.ops.quantized_stack import QuantizedStack as QuantizedStack
     from fastpack.packing.seqlens import PackedSeqLens as PackedSeqLens
+    from fastpack.patching.merges import exact_merges as exact_merges
     from fastpack.patching.options import TokenBudget as TokenBudget
     from fastpack.patching.quantize import quantize_experts as quantize_experts
     from fastpack.patching.report import PatchReport as PatchReport
@@ -80,6 +81,7 @@ _NAMES = {
     "fastpack.exactness.verification": ("ContaminationError", "InconclusiveError", "Verification"),
     "fastpack.ops.quantized_stack": ("QuantizedStack",),
     "fastpack.packing.seqlens": ("PackedSeqLens",),
+    "fastpack.patching.merges": ("exact_merges",),
     "fastpack.patching.options": ("TokenBudget",),
     "fastpack.patching.quantize": ("quantize_experts",),
     "fastpack.patching.report": ("PatchReport",),

@@ -37,6 +37,7 @@ from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.trainers.supported import refuse_by_name
+from fastpack.trainers.weight_sync import note_on_weight_sync
 from fastpack.utils.replacement import do_nothing
 from fastpack.utils.versions import check_versions
 
@@ -360,5 +361,5 @@ def report(target: object) -> PatchReport:
     Args:
         target: A model or a trainer. For a trainer, the report is about the model that it trains.
     """
-    padding = None if isinstance(target, nn.Module) else note_on_padding(target)
-    return inspect_patch(target, *(() if padding is None else (padding,)))
+    notes = () if isinstance(target, nn.Module) else (note_on_padding(target), note_on_weight_sync(target))
+    return inspect_patch(target, *filter(None, notes))
