@@ -49,9 +49,9 @@ def exact_merges(model: ModelT, *, keep: Keep | None = "host") -> ModelT:
     **Which merges.** All that PEFT makes through its layers: ``merge_adapter``, ``unmerge_adapter`` and the unmerge of
     ``disable_adapter``; with several adapters, DoRA, ``safe_merge`` and ``target_parameters``; in a patched or a stock
     model, also while FSDP2 shards it. A weight that several layers share (tied embeddings, for example) is restored
-    when the last of them is unmerged. ``merge_and_unload`` is as before. If base weights are changed while an adapter
-    is merged into them (trained, loaded or cast), the copy is out of date: ``unmerge`` warns, and subtracts as PEFT
-    does.
+    when the last of them is unmerged. ``merge_and_unload`` is as before. If dense base weights are changed while
+    an adapter is merged into them (trained, loaded or cast), the copy is out of date: ``unmerge`` warns, and subtracts
+    as PEFT does.
 
     **Memory.** The copies exist while adapters are merged: during a sync. Those of 4-bit and 8-bit weights are the
     quantised weights themselves, and stay on the device.
@@ -345,11 +345,14 @@ def _copy(weight: Tensor, keep: Keep) -> Tensor:
 
 
 def _fingerprint(weight: Any) -> tuple[Any, ...]:
-    """Return what tells a weight from another one: dtype, shape, and the sum of its bits as integers."""
+    """Return what tells a dense weight from another one: dtype, shape, and the sum of its bits as integers.
+
+    A quantised weight can't be trained, and bitsandbytes may pack its bytes anew in a forward: only its device counts.
+    """
+    if _is_quantised(weight):
+        return type(weight), weight.device
     local = _local(weight)
-    bits = local.view(_INTEGERS[local.element_size()])
-    device = local.device if _is_quantised(weight) else None
-    return local.dtype, local.shape, device, int(bits.sum(dtype=torch.int64))
+    return local.dtype, local.shape, int(local.view(_INTEGERS[local.element_size()]).sum(dtype=torch.int64))
 
 
 def _local(weight: Any) -> Tensor:
