@@ -388,10 +388,10 @@ def test_what_is_refused_changes_nothing() -> None:
             fastpack.exact_merges(model, keep=keep)  # type: ignore[arg-type]
     pytest.importorskip("bitsandbytes")
     stacks = with_expert_lora(fastpack.quantize_experts(expert_model("qwen3_moe")))
-    with pytest.raises(fastpack.PatchError, match="mlp.experts.*its weight is a QuantizedStack"):
+    with pytest.raises(fastpack.PatchError, match=r"mlp\.experts.*its weight is a QuantizedStack"):
         fastpack.exact_merges(stacks)
     attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
-    with pytest.raises(fastpack.PatchError, match="model.0: PEFT takes its parameters away"):
+    with pytest.raises(fastpack.PatchError, match=r"model\.0: PEFT takes its parameters away"):
         fastpack.exact_merges(get_peft_model(attention, LoraConfig(target_modules=["0", "1"])))
     for each in (model, stacks):
         assert not any(replacements_on(module) for module in each.modules())
