@@ -57,7 +57,8 @@ class OwnArguments:
     loss: str | None = field(
         default=None,
         metadata={
-            "help": "For sft: compute the training loss without holding the logits; TRL's metrics stay.",
+            "help": "For sft: compute the training loss without holding the logits; for grpo and dpo: the "
+            "log-probabilities of policy and reference. TRL's metrics stay.",
             "choices": ["fused"],
         },
     )
@@ -164,6 +165,7 @@ class Command:
         check: a function that checks the parsed arguments, before anything is loaded.
         check_data: a function that checks the columns of the training data, before a model is loaded.
         metric: a metric to show in the summary beside the loss, or None.
+        why_not_fused: why ``--loss fused`` is refused, or None if the trainer's loss can be fused.
     """
 
     name: str
@@ -179,6 +181,7 @@ class Command:
     check: Callable[[ParsedArgs], None] = lambda args: None
     check_data: Callable[[ParsedArgs, list[str]], None] = lambda args, columns: None
     metric: str | None = None
+    why_not_fused: str | None = None
 
 
 _IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics is metrics: false."
@@ -260,8 +263,8 @@ def _check(command: Command, args: ParsedArgs) -> None:
         raise UsageError(f"{flags}: needs fastpack, but --no_patch trains without it; leave one or the other out")
     if ours.max_tokens is None and (budget_flags := [f"--{name}" for name in changed if name in BUDGET]):
         raise UsageError(f"{budget_flags[0]} changes how --max_tokens works: pass --max_tokens too")
-    if ours.loss is not None and command.name != "sft":
-        raise UsageError(f"--loss is for fastpack sft: the loss of TRL's {command.trainer} is not computed from labels")
+    if ours.loss is not None and command.why_not_fused is not None:
+        raise UsageError(f"--loss {ours.loss} is for fastpack sft, dpo and grpo: {command.why_not_fused}. Leave it out")
     if args.training.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UsageError(
             "--use_liger_kernel needs Liger, which is not installed: pip install liger-kernel, or leave the flag out"

@@ -97,4 +97,5 @@ DISTILL = Command(
     models=_models,
     own=DistillArguments,
     check=_check,
+    why_not_fused="distillation compares whole distributions, so TRL's DistillationTrainer takes logits",
 )

@@ -38,6 +38,11 @@ def run_sft(work: Path, *flags: str) -> dict[str, Any]:
     return results
 
 
+def one_line(printed: str) -> str:
+    """Return a printed summary without its table's lines and breaks."""
+    return " ".join(printed.replace("│", " ").split())
+
+
 def losses(results: dict[str, Any]) -> list[float]:
     return [step["loss"] for step in results["steps"]]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import STEPS, assert_one_line, losses, run_sft, sft_flags, trains_on_cpu
+from cli_runs import STEPS, assert_one_line, losses, one_line, run_sft, sft_flags, trains_on_cpu
 from oracle import FLOAT32_BOUND
 
 import fastpack
@@ -71,10 +71,10 @@ def test_patch_options_are_passed_on(work: Path, capsys: pytest.CaptureFixture[s
 @trains_on_cpu
 def test_the_fused_loss(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run_sft(work, "--loss", "fused", "--max_steps", "2")
-    assert "fused in 2 micro-batches" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "fused in 2 micro-batches" in one_line(capsys.readouterr().out)
     assert losses(results) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
     run_sft(work, "--loss", "fused", "--loss_type", "dft", "--max_steps", "1")
-    assert "not fused: loss_type is 'dft'" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "not fused: loss_type is 'dft'" in one_line(capsys.readouterr().out)
 
 
 @trains_on_cpu

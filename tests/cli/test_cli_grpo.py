@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import LORA, assert_one_line, rollout_flags, run_rollouts, trains_on_cpu
+from cli_runs import LORA, assert_one_line, one_line, rollout_flags, run_rollouts, trains_on_cpu
 from oracle import FLOAT32_BOUND
 
 from fastpack.cli.rewards import check_columns, load_rewards
@@ -33,6 +33,7 @@ class Callable:
         return []
 """
 FUNCTIONS = ("--reward_funcs", "rewards.py:vowels", "rewards.py:shared")
+FUSED = ("--loss", "fused")
 GROUPS = ("--num_generations", "4")
 
 
@@ -50,18 +51,25 @@ def run_grpo(work: Path, *flags: str) -> dict[str, Any]:
     return run_rollouts(work, "grpo", *FUNCTIONS, *GROUPS, *flags)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @trains_on_cpu
 @pytest.mark.parametrize(
-    "flags", [(), (*LORA, "--lora_dropout", "0", "--beta", "0.1", "--loss_type", "grpo"), ("--share_prefixes", "auto")]
+    "flags",
+    [
+        (*LORA, "--lora_dropout", "0", "--beta", "0.1", "--loss_type", "grpo", *FUSED),
+        (),
+        ("--share_prefixes", "auto", *FUSED),
+        (*LORA, "--lora_dropout", "0", "--beta", "0.1", "--loss_type", "grpo"),
+    ],
 )
 def test_grpo_patched_and_stock_are_the_same(
     work: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     patched = run_grpo(work, *flags)
     printed = capsys.readouterr().out
-    stock_flags = [flag for flag in flags if flag not in ("--share_prefixes", "auto")]
+    stock_flags = [flag for flag in flags if flag not in ("--share_prefixes", "auto", *FUSED)]
     stock = run_grpo(work, *stock_flags, "--no_patch")
+    assert ("log-probabilities fused with the head in" in one_line(printed)) == (FUSED[0] in flags)
     assert (patched["summary"]["tier"], stock["summary"]["tier"]) == ("fast", "stock")
     for mine, theirs in zip(patched["steps"], stock["steps"], strict=True):
         assert theirs["grad_norm"] > 0
