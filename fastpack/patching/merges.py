@@ -36,9 +36,10 @@ def exact_merges(model: ModelT, *, keep: Keep | None = "host") -> ModelT:
     """Make a PEFT model's ``unmerge_adapter()`` restore the base weights bit for bit.
 
     TRL's online trainers merge the adapter into the base weights, send these to vLLM, and unmerge it again, at every
-    weight sync. PEFT does so by adding and subtracting, which rounds: in half precision the base weights are others
-    after each sync, and drift. After this call, a merge first copies the weights that it changes, and ``unmerge`` puts
-    the copies back. Merged weights are PEFT's own, bit for bit. So are names, shapes and state dict.
+    weight sync (for a vLLM server, twice at the first). PEFT does so by adding and subtracting, which rounds: in half
+    precision the base weights are others after each sync, and drift. After this call, a merge first copies the weights
+    that it changes, and ``unmerge`` puts the copies back. Merged weights are PEFT's own, bit for bit. Names, shapes and
+    the state dict stay as they are.
 
     Example:
         >>> trainer = GRPOTrainer(model, args=GRPOConfig(use_vllm=True), peft_config=lora, ...)  # doctest: +SKIP
@@ -69,6 +70,7 @@ def exact_merges(model: ModelT, *, keep: Keep | None = "host") -> ModelT:
 
     Raises:
         ValueError: another ``keep``.
+        TypeError: not a model, but a trainer, for example.
         PatchError: the model has no adapter, or adapters are merged at the moment; or a layer's base weight can't be
             kept: it is quantised by another library than bitsandbytes, is a stack of
             :func:`fastpack.quantize_experts`, or belongs to an ``nn.MultiheadAttention``. Nothing was changed.
@@ -78,6 +80,8 @@ def exact_merges(model: ModelT, *, keep: Keep | None = "host") -> ModelT:
     """
     if keep is not None and keep not in get_args(Keep):
         raise ValueError(f"keep={keep!r}: choose one of {', '.join(map(repr, get_args(Keep)))}, or None to undo it.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"exact_merges takes a model, not a {type(model).__name__}: pass trainer.model of a trainer.")
     layers = _mergeable_layers(model)
     if not layers:
         raise PatchError(f"this {type(model).__name__} has no adapters of PEFT: add them first. Nothing was changed.")

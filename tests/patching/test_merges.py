@@ -380,6 +380,8 @@ def test_what_is_refused_changes_nothing() -> None:
     model = CASES["lora"]()
     with pytest.raises(ValueError, match="'host', 'device', or None"):
         fastpack.exact_merges(model, keep="disk")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"pass trainer\.model"):
+        fastpack.exact_merges(object())  # type: ignore[type-var]
     with pytest.raises(fastpack.PatchError, match="has no adapters of PEFT"):
         fastpack.exact_merges(tiny_model("llama"))
     merged(model)

@@ -22,6 +22,7 @@ from vllm_stand_in import StandIn, Weights, standing_in, synced
 
 import fastpack
 
+pytestmark = pytest.mark.usefixtures("accelerate_afresh")
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "plain": lambda: (tiny_model("llama").bfloat16(),) * 2,
     "tied": lambda: (tiny_model("gemma3_text").bfloat16(),) * 2,
