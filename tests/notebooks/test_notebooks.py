@@ -17,7 +17,7 @@ from fastpack.cli.demo.data import Row, make_pairs, make_rows, tiny_llama, train
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 SFT, DPO, FRAMEWORKS, OPTIONS = "sft_quickstart.ipynb", "dpo_padding_free.ipynb", "frameworks.ipynb", "options.ipynb"
-VISION = "vision_sft.ipynb"
+VISION, GRPO = "vision_sft.ipynb", "grpo.ipynb"
 STEPS = 6
 trains_on_cpu = pytest.mark.skipif(not trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
 
@@ -26,13 +26,13 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / name, as_version=4)
 
 
-@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS, VISION])
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS, VISION, GRPO])
 def test_outputs_are_not_committed(name: str) -> None:
     cells = [cell for cell in read(name).cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
 
 
-@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS, VISION])
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS, VISION, GRPO])
 def test_first_code_cell_installs_only_where_fastpack_is_missing(name: str) -> None:
     first = next(cell.source for cell in read(name).cells if cell.cell_type == "code")
     condition, install = first.index('find_spec("fastpack") is None'), first.index("%pip install")
@@ -148,6 +148,67 @@ def test_vision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, slots = figures["counts"]
     assert 0.2 < 1 - real / slots < 0.8
     assert len({images for images, _, _ in figures["rows"]}) > 2, "images have many sizes"
+
+
+def grpo(folder: Path, monkeypatch: pytest.MonkeyPatch, further: str = "", **kwargs: Any) -> dict[str, Any]:
+    """Run the notebook on GRPO with these parameters and further code before its trainer, and return its results."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = {"PROMPTS": 4, "COMPLETIONS": 4, "MAX_COMPLETION_LENGTH": 24, "REPLAYED": 3}
+    notebook = read_with(GRPO, {**sizes, **kwargs})
+    before = next(i for i, cell in enumerate(notebook.cells) if "def make_trainer(" in cell.source)
+    notebook.cells.insert(before, nbformat.v4.new_code_cell(further))
+    reported = "{'runs': runs, 'learning': learning, 'padding': padding, 'notes': fastpack.report(trainer).notes}"
+    undone = next(cell for cell in notebook.cells if cell.source.startswith("fastpack.unpatch("))
+    undone.source = f"import json\nprint(json.dumps({reported}))\n{undone.source}"
+    execute(notebook, folder)
+    nbformat.write(notebook, folder / GRPO)
+
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    reported, patched = undone.outputs[0].text.splitlines()
+    assert patched == "False"
+    figures: dict[str, Any] = json.loads(reported)
+    stock, ours = figures["runs"]["stock"], figures["runs"]["patched"]
+    assert len(stock["loss"]) == 3
+    assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5, abs=1e-6)
+    assert ours["norm"] == pytest.approx(stock["norm"], rel=1e-5)
+    assert min(stock["norm"]) > 0
+    steps = kwargs["MAX_STEPS"]
+    assert any(note.startswith(f"prefixes: shared in {steps} of {steps} batches") for note in figures["notes"])
+    assert any(note.startswith(f"loss: log-probabilities fused with the head in {steps} ") for note in figures["notes"])
+    return figures
+
+
+@pytest.mark.slow
+@trains_on_cpu
+def test_grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model of the notebook itself learns its task."""
+    figures = grpo(tmp_path, monkeypatch, MODEL="tiny", MAX_STEPS=24, LORA_RANK=0, LEARNING_RATE=3e-3)
+    learning = figures["learning"]
+    assert learning[0] < 0.6
+    assert sum(learning[-5:]) / 5 > 0.85
+    assert 0.1 < figures["padding"] < 0.8
+
+
+@pytest.mark.slow
+@trains_on_cpu
+def test_grpo_on_a_chat_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts are chats; a model with random weights gets another reward, since it never adds up."""
+    checked = """
+texts = ("7 + 5 is 12\\n#### 12", "#### 1,204.", "12 or 13", "")
+assert [right_answer(text, answer) for text, answer in zip(texts, (12, 1204, 12, 0))] == [1, 1, 0, 0]
+for row in dataset:
+    question = row["prompt"][-1]["content"]
+    a, b, c, *d = [int(number) for number in re.findall(r"\\d+", question)]
+    result = a * b - c if " buys " in question else a + b * c if " has " in question else a * b + c * d[0]
+    assert row["answer"] == result
+assert check is right_answer
+check = lambda text, answer: len(text) % 7 / 7
+"""
+    model = str(save_tiny_model(make_rows(48), tmp_path))
+    grpo(tmp_path, monkeypatch, checked, MODEL=model, MAX_STEPS=4, LORA_RANK=4, LEARNING_RATE=1e-3)
 
 
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
