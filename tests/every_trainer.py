@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import trainer_cases
 from adapter_cases import lora_config, with_lora
 from async_trainers import async_distillation
 from experimental_trainers import COMPLETION, from_folder, prompts
+from oracle import FLOAT32_BOUND
 from preferences import alone, judged, settings, word_tokenizer
 from torch import Tensor
 from trainer_cases import policy
@@ -26,6 +27,9 @@ from fastpack.model.unwrap import find_parts, models_of
 LAYERS = 2
 SETTINGS = {"gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.05, "logging_steps": 1}
 """Plain descent, since Adam would scale the rounding of small gradients up to whole steps."""
+OF_SUMS = 3e-5
+"""The bound for metrics that are differences of sums of log-probabilities, relative to 1."""
+TIMES = ("time", "perf/", "runtime", "epoch", "per_second")
 
 
 def old_kto(folder: Path, **further: Any) -> Any:
@@ -85,6 +89,37 @@ def with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
         "from_folder",
         lambda folder, seed=0: with_lora(from_folder(folder)) if seed == 0 else from_folder(folder, seed),
     )
+
+
+def check_logs(
+    mine: Sequence[dict[str, Any]],
+    theirs: Sequence[dict[str, Any]],
+    left_out: Collection[str] = (),
+    of_loss: float = 1e-2 * FLOAT32_BOUND,
+) -> None:
+    """Check that the logs of two trainers are equal step by step, but for times and what is left out.
+
+    ``of_loss`` is the bound for losses near zero; a metric that is not a number is None, in both.
+    """
+    assert len(mine) == len(theirs)
+    for step, expected in zip(mine, theirs, strict=True):
+        assert step.keys() == expected.keys()
+        for what, value in expected.items():
+            if what in left_out or any(word in what for word in TIMES):
+                continue
+            bound = OF_SUMS if "/" in what or what == "kl" else 1e-2 * FLOAT32_BOUND
+            bound = of_loss if what in ("loss", "policy_loss") else bound
+            close = value if value is None else pytest.approx(value, rel=FLOAT32_BOUND, abs=bound)
+            assert step[what] == close, (what, step, expected)
+
+
+def check_weights(ours: Any, stock: Any) -> None:
+    """Check that all weights that train are equal in two trainers."""
+    after, weights = weights_of(ours), weights_of(stock)
+    assert after.keys() == weights.keys()
+    for weight, value in weights.items():
+        error = (after[weight] - value).abs().max() / value.abs().max().clamp(min=1e-3)
+        assert error <= FLOAT32_BOUND, weight
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:
