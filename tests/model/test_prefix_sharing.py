@@ -99,6 +99,14 @@ def test_layers_see_each_token_once_and_attention_every_sequence(model_type: str
     assert seen == [total] * 2, "without the option every token is seen"
 
 
+def differing(at: int) -> list[Tensor]:
+    """Return two completions of each of three prompts that are equal but for the token at this place."""
+    prompts = [words(12, 0) for _ in range(3)]
+    for number, prompt in enumerate(prompts):
+        prompt[at] = 3 + number
+    return [torch.cat([prompt, words(6 + n, 9)]) for n in (0, 4) for prompt in prompts]
+
+
 CASES: dict[str, list[Tensor]] = {
     "chosen and rejected are the same": [words(20, 0), words(9, 1), words(20, 0), words(9, 1)],
     "one is the beginning of the other": [words(20, 0), words(9, 1), words(20, 0)[:13], words(9, 1)],
@@ -108,6 +116,9 @@ CASES: dict[str, list[Tensor]] = {
     "a system prompt before everything": [torch.cat([words(15, 9), s]) for s in pairs()],
     "side by side": [s for pair in zip(pairs()[:4], pairs()[4:], strict=True) for s in pair],
     "one that stands alone": [*pairs(), words(23, 77)],
+    "prompts that differ in their first token": differing(0),
+    "prompts that differ in a token in between": differing(7),
+    "prompts that differ in their last token": differing(11),
     "single tokens": [words(1, 3), words(1, 3), words(1, 4)],
 }
 
