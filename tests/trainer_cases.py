@@ -98,11 +98,11 @@ def plain(folder: Path, data: Dataset | None = None, **further: Any) -> Any:
 
 def _generating(trainer: Any, config: Any, folder: Path, **further: Any) -> Any:
     sampling: dict[str, Any] = {"num_generations": 2, "max_completion_length": 12, "temperature": 1.0}
-    more = {"per_device_train_batch_size": 8, "max_steps": 2, "gradient_accumulation_steps": 2, **further}
+    steps = {"per_device_train_batch_size": 8, "max_steps": 2, "gradient_accumulation_steps": 2}
     return trainer(
         policy(),
         reward_funcs=share_of_low_words,
-        args=alone(config(**settings(folder, **sampling, **more))),
+        args=alone(config(**settings(folder, **{**sampling, **steps, **further}))),
         train_dataset=pairs(16).remove_columns(["chosen", "rejected"]),
         processing_class=word_tokenizer(),
     )

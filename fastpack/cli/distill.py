@@ -97,5 +97,5 @@ DISTILL = Command(
     models=_models,
     own=DistillArguments,
     check=_check,
-    why_not_fused="distillation compares whole distributions, so TRL's DistillationTrainer takes logits",
+    why_not_fused="TRL's own divergence is computed from hidden states chunk by chunk, without logits of a whole batch",
 )

@@ -147,14 +147,26 @@ class PrefixSharing:
 
     def _pays(self, prefixes: Prefixes, packed: PackedSeqLens) -> bool:
         """Return whether these prefixes save enough tokens."""
-        return prefixes.saved >= max(1, self.least_saved * packed.real_tokens)
+        return self.saves_enough(prefixes.saved, packed.real_tokens)
+
+    def saves_enough(self, saved: int, tokens: int) -> bool:
+        """Return whether prefixes are shared in a batch of ``tokens`` real tokens that repeats ``saved`` of them."""
+        return saved >= max(1, self.least_saved * tokens)
+
+    def why_never(self, backbone: ModelLike) -> str | None:
+        """Return why the model shares no prefix, whatever the batch, or None; modules may change this."""
+        if self.never is not None:
+            return self.never
+        random = next(self._random(backbone), None)
+        return None if random is None else f"{random} is random, and differs between copies of a token"
 
     def _why_not(
         self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens, compared: Sequence[str]
     ) -> str | None:
         """Return why this batch can't share prefixes, or None; ``compared`` arguments are no reason."""
-        if self.never is not None:
-            return self.never
+        never = self.why_never(backbone)
+        if never is not None:
+            return never
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         if packed.two_way is not None and not compared:
@@ -168,8 +180,7 @@ class PrefixSharing:
             per_token = isinstance(value, Tensor) and columns in value.shape
             if name not in (*_HARMLESS, *compared) and (per_token or several):
                 return f"{name} came with the batch, and may differ between equal ids"
-        random = next(self._random(backbone), None)
-        return None if random is None else f"{random} is random, and differs between copies of a token"
+        return None
 
     def _random(self, backbone: ModelLike) -> Iterator[str]:
         """Yield the name of each setting that makes a module draw random numbers for tokens at the moment."""

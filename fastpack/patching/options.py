@@ -26,21 +26,22 @@ class TokenBudget:
     """A limit on the tokens of a trainer's micro-batches.
 
     Pass it, or just its ``max_tokens``, to :func:`fastpack.patch` with a trainer that is already built: transformers'
-    ``Trainer``, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO.
+    ``Trainer``, or TRL's for SFT, DPO, KTO, rewards, GRPO, RLOO or distillation.
 
     **Full batches** (the default). Micro-batches are filled with whole examples up to ``max_tokens``, in random order;
     ``per_device_train_batch_size`` is ignored. An optimiser step has ``gradient_accumulation_steps`` micro-batches.
     Each example comes once per epoch, even with ``dataloader_drop_last``.
 
     **Same steps** (``same_steps=True``). The trainer keeps its own batches, so each optimiser step has the same
-    examples as without a budget. A batch over the budget runs in pieces, each with its own forward and backward. GRPO
-    and RLOO generate their batches and always work this way; leave ``same_steps`` out for them. A stream
+    examples as without a budget. A batch over the budget runs in pieces, each with its own forward and backward. GRPO,
+    RLOO and distillation generate their batches and always work this way; leave ``same_steps`` out for them. With
+    ``share_prefixes="auto"``, completions of one prompt stay together, and their prompt counts once. A stream
     (``IterableDataset``) needs ``same_steps=True``: its lengths are unknown beforehand, so an example over the budget
     runs alone and is not an error.
 
     **Images.** Their tokens count as any others. A data set of images has no ids before the processor has made them, so
     each example is collated once, alone, to count its tokens; a ``length`` column that counts them spares this. A batch
-    of images can only be split if its rows' images are known, as in GRPO and RLOO.
+    of images can only be split if its rows' images are known, as in GRPO, RLOO and distillation.
 
     **Losses.** The loss of an optimiser step is the mean over all of the step's trained tokens, pairs or sequences, on
     all ranks and in all micro-batches. So its gradient is that of one big batch, even if micro-batches are uneven. That

@@ -139,8 +139,8 @@ def _checked_loss_unit(trainer: TrainerLike, budget: TokenBudget) -> LossUnit:
     if loss_unit is None:
         raise PatchError(
             f"max_tokens={budget.max_tokens} needs a trainer that is already built, not a {type(trainer).__name__}: "
-            "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For your own loop, see "
-            "fastpack.data.sampler.TokenBudgetSampler."
+            "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO, RLOO or distillation. For your own loop, "
+            "see fastpack.data.sampler.TokenBudgetSampler."
         )
     why = next(_reasons(trainer, loss_unit, budget), None)
     if why is not None:

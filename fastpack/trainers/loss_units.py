@@ -41,6 +41,8 @@ class LossUnit:
         rows_per_unit: the number of rows that have to stay together: 2 if chosen and rejected are rows i and i + P.
         pre_divided: whether the trainer's loss is already divided by the number of a step's micro-batches, as GRPO's
             is. Then a whole micro-batch gets no weight, and a piece is weighted by its share of the micro-batch.
+        piece_count: a function that returns, for a trainer of generated batches, how to count the units over which its
+            loss is a mean in a micro-batch; None if the loss is a sum divided by a number of the whole step.
         always_mean: whether the model's own loss over labels is a mean over the micro-batch even if it gets the label
             count of the whole step.
         why_inexact: a function that returns why a trainer's settings rule out exact losses, or None.
@@ -52,6 +54,7 @@ class LossUnit:
     planned: bool = True
     rows_per_unit: int = 1
     pre_divided: bool = False
+    piece_count: Callable[[Any], Count | None] = lambda trainer: rows
     always_mean: bool = False
     why_inexact: Callable[[Any], str | None] = lambda trainer: None
     why_unsplittable: Callable[[Any], str | None] = lambda trainer: None
@@ -181,7 +184,16 @@ LOSS_UNITS: dict[str, LossUnit] = {
         rows,
         planned=False,
         pre_divided=True,
+        piece_count=lambda trainer: GRPO_LOSSES[trainer.loss_type],
         why_inexact=_inexact_grpo,
+        why_unsplittable=_unsplittable_generated,
+    ),
+    "DistillationTrainer": LossUnit(
+        "completion tokens",
+        completion_tokens,
+        planned=False,
+        pre_divided=True,
+        piece_count=lambda trainer: None,
         why_unsplittable=_unsplittable_generated,
     ),
     "SFTTrainer": LossUnit("trained tokens", trained_tokens, why_unsplittable=_unsplittable_sft),

@@ -20,11 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.data.bin_packing import split
-from fastpack.data.token_budget import COST
 from fastpack.errors import PackingError
 from fastpack.trainers.loss_units import (
-    GRPO_LOSSES,
     Inputs,
     LabelCount,
     LossUnit,
@@ -32,8 +29,8 @@ from fastpack.trainers.loss_units import (
     divides,
     lengths,
     piece,
-    rows,
 )
+from fastpack.trainers.prompt_groups import split_units
 from fastpack.utils.protocols import TrainerLike
 from fastpack.utils.replacement import Forward, Replacement
 
@@ -129,12 +126,12 @@ def _pieces(trainer: TrainerLike, weights: StepWeights, inputs: dict[str, Any]) 
             "can only be split between rows. Pass a collator that pads (a patched model runs without padding anyway), "
             "or leave same_steps out."
         )
-    groups = split(tokens, weights.split_at, COST)
+    groups = split_units(trainer.model, inputs, tokens, weights.split_at)
     if trainer.accelerator.num_processes > 1:
         count = torch.tensor([len(groups)], device=trainer.accelerator.device)
         most = int(trainer.accelerator.gather(count).max())
         if most > len(groups):
-            groups = split(tokens, weights.split_at, COST, most)
+            groups = split_units(trainer.model, inputs, tokens, weights.split_at, most)
     return [inputs] if len(groups) == 1 else [piece(inputs, units, weights.loss_unit) for units in groups]
 
 
@@ -168,7 +165,7 @@ def _weights(
         return weight, chosen_tokens(part) * parts_of_step / weights.step_chosen_tokens.clamp(min=1) / weight
     if part is whole or loss_unit.planned:  # without step units, the loss of a planned batch is a sum
         return None, None
-    count = GRPO_LOSSES[trainer.loss_type] if loss_unit.pre_divided else rows
+    count = loss_unit.piece_count(trainer)
     if count is None:
         return None, None
     share = torch.as_tensor(count(part)) / torch.as_tensor(count(whole)).clamp(min=1)
