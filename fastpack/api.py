@@ -180,7 +180,9 @@ def patch(
             why. ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward. The
             copies run in parallel with the computation. Gradients stay the same. In half precision it saves (layers -
             3) x T x hidden size x 2 bytes of device memory, and takes as much host memory, each piece rounded up to a
-            power of two. ``activations`` also keeps the gate and up results of gated MLPs there, so that the backward
+            power of two. In long sequences (from some 8,000 tokens on), it also keeps the results of fastpack's own
+            attention kernels there, so that the backward need not compute them again; those of three layers are on the
+            device. ``activations`` also keeps the gate and up results of gated MLPs there, so that the backward
             need not compute them again. It does so for as many layers as the copies have time for. It estimates this
             number from the rates of copies and matmuls, which it measures at the first layer. The results of the last
             two layers stay on the device, and those of one more layer are being copied back. This takes 3 x T x 2 x

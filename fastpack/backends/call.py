@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -115,6 +115,16 @@ class Run(NamedTuple):
     begin: int
 
 
+class AttentionStore(Protocol):
+    """A store for what attention computes, between a checkpointed forward and the recomputation before its backward."""
+
+    def save_attention(self, tensors: Sequence[Tensor], operations: int) -> None:
+        """Store tensors, which must not change before they are loaded, and which took so many operations."""
+
+    def load_attention(self) -> list[Tensor] | None:
+        """Return the stored tensors, or None if they must be computed."""
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
     """One layer's packed attention: causal, but for blocks of tokens that see each other in both directions.
@@ -131,6 +141,7 @@ class AttentionCall:
         window: as in :class:`Visibility`.
         softcap, dropout: as in :class:`AttentionShape`.
         two_way: how this layer uses the batch's blocks, if it has any; None for a layer that is causal in any batch.
+        store: a store that may keep the result until the recomputation, or None. A backend need not use it.
     """
 
     q: Tensor
@@ -143,6 +154,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     dropout: float = 0.0
     two_way: TwoWay | None = None
+    store: AttentionStore | None = None
 
     def __post_init__(self) -> None:
         """Check the counts of tokens and the window."""
@@ -193,6 +205,13 @@ class AttentionCall:
         if blocks is None or two_way is None:
             return None
         return packed.memo(("seen", window, two_way), lambda: seen_ranges(packed, blocks, window, two_way))
+
+    @property
+    def operations(self) -> int:
+        """The floating-point operations of a forward's two matmuls, on the keys that each query sees up to itself."""
+        window, packed = self.visibility.window, self.packed
+        pairs: int = packed.memo(("pairs", window), lambda: _pairs(packed, window))
+        return 2 * pairs * self.q.shape[1] * (self.q.shape[2] + self.v.shape[2])
 
     @property
     def groups(self) -> int:
@@ -253,3 +272,12 @@ class AttentionCall:
         if self.groups == 1:
             return self.k, self.v
         return self.k.repeat_interleave(self.groups, 1), self.v.repeat_interleave(self.groups, 1)
+
+
+def _pairs(packed: PackedSeqLens, window: int | None) -> int:
+    """Return the number of pairs of a query and a key that it sees; of shared tokens without a window, each once."""
+    if packed.shared is not None and window is None:
+        return packed.shared.tree.pairs
+    longest = packed.max_seqlen if window is None else window
+    seen = ((length, min(length, longest)) for length in packed.lengths)
+    return sum(most * (most + 1) // 2 + (length - most) * most for length, most in seen)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.call import AttentionCall, AttentionShape, AttentionStore
 from fastpack.backends.limits import (
     FLOAT_DTYPES,
     HALF_DTYPES,
@@ -84,7 +84,9 @@ def run(call: AttentionCall) -> Tensor:
     if shared is not None:
         cu_seqlens, paths, branches = shared.tree.cu_seqlens, shared.tree.paths, shared.tree.branches
         edges = (paths.table, paths.offsets, branches.table, branches.offsets)
-    return _TritonPacked.apply(q, k, v, call.sinks, cu_seqlens, rows, scores, *seen, *edges)
+    # the first of two runs under reentrant checkpointing has no gradients, and rounds what sinks need exactly
+    kept = None if call.store is None or call.sinks is not None else (call.store, call.operations)
+    return _TritonPacked.apply(q, k, v, call.sinks, cu_seqlens, rows, scores, kept, *seen, *edges)
 
 
 @cached_constant
@@ -105,6 +107,7 @@ class _TritonPacked(torch.autograd.Function):
         cu_seqlens: Tensor,
         rows: Tensor | None,
         scores: Scores,
+        kept: tuple[AttentionStore, int] | None,
         *layout: Tensor | None,
     ) -> Tensor:
         from fastpack.ops.kernels import attention
@@ -112,7 +115,12 @@ class _TritonPacked(torch.autograd.Function):
         # the gradient of a sink is a sum over all tokens: computed from a rounded result, it would lose small terms
         exact = torch.float32 if ctx.needs_input_grad[3] else None
         seen = {"seen_keys": layout[:2], "paths": layout[4:6]}
-        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows, **seen)
+        stored = None if kept is None else kept[0].load_attention()
+        if stored is None:
+            stored = [*attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows, **seen)]
+            if kept is not None:
+                kept[0].save_attention(stored, kept[1])
+        out, lse = stored
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows, *layout)
         ctx.scores = scores
         return out.to(q.dtype)
@@ -139,4 +147,4 @@ class _TritonPacked(torch.autograd.Function):
             # a sink's weight times (0 - delta), since the sink carries no value; summed once, in float32
             weight = torch.exp2(sinks.float() * attention.LOG2E - lse)
             dsinks = (weight * delta).sum(0).neg().to(sinks.dtype)
-        return dq, dk, dv, dsinks, *(None,) * 11
+        return dq, dk, dv, dsinks, *(None,) * 12

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastpack.attention_dispatch import AttentionCall, attend
+from fastpack.backends.call import AttentionStore
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec, Spec
 from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.project import project_modules
@@ -89,6 +90,7 @@ def attend_heads(
     position_embeddings: Tables | None,
     packed: PackedSeqLens,
     shared: shared_attention.SharedStates | None = None,
+    store: AttentionStore | None = None,
 ) -> Tensor:
     """Attend, and return the heads' results side by side, ``[T, H * E]``.
 
@@ -100,6 +102,7 @@ def attend_heads(
         position_embeddings: cos and sin, ``[1, T, R]``, or None.
         packed: the lengths of the sequences.
         shared: keys and values that layers share, in families that share them.
+        store: stores the result between a checkpointed forward and its backward, or None.
     """
     modifiers: dict[str, Any] = {"two_way": two_way_of(module, spec)}
     gate, scale = None, module.scaling
@@ -121,7 +124,7 @@ def attend_heads(
     if not isinstance(spec, SharedAttentionSpec) and spec.scales_by_position:
         q = q * position_scale(module, packed).to(q.dtype)[:, None, None]
     dropout = 0.0 if spec.dropout is None or not module.training else getattr(module, spec.dropout)
-    call = AttentionCall(q, k, v, packed, scale=scale, dropout=dropout, **modifiers)
+    call = AttentionCall(q, k, v, packed, scale=scale, dropout=dropout, store=store, **modifiers)
     out = attend(call, runtime.attention)
     if gate is None:
         return out.flatten(1)

@@ -98,7 +98,8 @@ def _run(
     module = layer.self_attn
     count = packed.row_count
     projected, x = project_qkv(module, attention, runtime, x, _child(layer, spec.pre_attention), count)
-    out = attend_heads(module, attention, runtime, projected, position_embeddings, packed)
+    store = layer.__dict__.get(ACTIVATION_SLOT)
+    out = attend_heads(module, attention, runtime, projected, position_embeddings, packed, store=store)
     plain = spec.post_attention is None and spec.residual_scale is None
     fuses = plain and not attention_dropout and not drops(module, attention.out_dropout)
     out_projection, residual = getattr(module, attention.out), x if fuses else None

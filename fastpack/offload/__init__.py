@@ -1,4 +1,4 @@
-"""Offload saved layer inputs, or matmul results that would be recomputed, to host memory until the backward.
+"""Offload saved layer inputs, and results that would be recomputed, to host memory until the backward.
 
 ``patch(model, offload="checkpoints")`` offloads layer inputs. Gradient checkpointing saves one input ``[1, T, H]`` a
 layer. Both kinds of ``torch.utils.checkpoint`` save it through autograd, where
@@ -12,6 +12,9 @@ layer. Both kinds of ``torch.utils.checkpoint`` save it through autograd, where
 Once host buffers exist and rates are measured, nothing waits on the host. The copy of an input ends long before the
 layer that runs at the same time: the copy moves 2H bytes a token, while the layer computes some 24 H^2 operations
 forward. Host buffers are reused from step to step (:mod:`~fastpack.offload.transfer`).
+
+In long sequences, our own attention kernels take longer than copies of their result to the host and back. Then the
+result and its log-sum-exps are offloaded too, and attention does not run again in the backward.
 
 ``offload="activations"`` uses the remaining copy time for the gate and up activations of gated MLPs, which are most of
 the matmul work of a layer's second run (:mod:`~fastpack.offload.activations`).

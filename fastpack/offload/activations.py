@@ -1,9 +1,10 @@
-"""Offload the gate and up activations of checkpointed layers, instead of recomputing them in the backward.
+"""Offload activations of checkpointed layers, instead of recomputing them in the backward.
 
 A checkpointed layer runs twice. The gate and up matmuls of its gated MLP are the larger part of the second run, and
-take H operations for each byte of their results. If the copies keep pace with the computation, copying the results back
-costs no time. Each layer carries a :class:`Slot` while it runs. :func:`fastpack.ops.linear.gated_mlp.gated_mlp` saves
-the results there in the first run and loads them in the second. They are the same bits.
+take H operations for each byte of their results. In long sequences attention is: it takes two operations for each byte
+of its result and each key that a query sees. If the copies keep pace with the computation, copying the results back
+costs no time. Each layer carries a :class:`Slot` while it runs. :func:`fastpack.ops.linear.gated_mlp.gated_mlp` and an
+attention backend save the results there in the first run and load them in the second. They are the same bits.
 
 Shape suffixes: T tokens, H hidden size, I size inside.
 """
@@ -32,6 +33,10 @@ LAYER_TIME = 2.25
 A layer has 1.9 times their operations (Llama 8B) and takes some time outside of matmuls. On an H200 it takes 2.6 times
 as long as they do; but copies that take all of that time end after the last layer.
 """
+ATTENTION_RATE = 0.5
+"""The rate of attention's operations, as a share of the rate of matmuls."""
+LEAST_OPERATIONS = 1000
+"""Attention that takes fewer operations for each byte of its result is computed again, whatever the rates are."""
 KEEP = 2
 """The number of last layers whose activations stay on the device, since the backward needs them first."""
 IN_FLIGHT = 1
@@ -40,14 +45,14 @@ NO_GATED_MLP = "they have no gated MLP that runs as one op, or code other than t
 
 
 class LayerActivations:
-    """The gate and up activations of one layer: on the device, on the host, or being copied."""
+    """Activations of one layer, which are needed together: on the device, on the host, or being copied."""
 
     def __init__(
         self, channel: HostChannel, tensors: Sequence[Tensor], previous: weakref.ref[LayerActivations] | None
     ) -> None:
         """Start copying tensors to the host."""
         self._shapes = [tensor.shape for tensor in tensors]
-        self._dtype = tensors[0].dtype
+        self._dtypes = [tensor.dtype for tensor in tensors]
         self._storages = [SavedStorage(channel, tensor, None) for tensor in tensors]
         self._previous = previous
         self._fetched_before = False
@@ -68,8 +73,8 @@ class LayerActivations:
         """Return the activations in memory that the caller owns, and start copying back the ones needed next."""
         self._fetched_before = True
         outputs: list[Tensor] = []
-        for storage, shape in zip(self._storages, self._shapes, strict=True):
-            tensor = storage.fetch().view(self._dtype).view(shape)
+        for storage, shape, dtype in zip(self._storages, self._shapes, self._dtypes, strict=True):
+            tensor = storage.fetch().view(dtype).view(shape)
             outputs.append(tensor.clone() if storage.is_here else tensor)  # still here if the forward has raised
         following = None if self._previous is None else self._previous()
         if following is not None and not following._fetched_before:
@@ -77,27 +82,56 @@ class LayerActivations:
         return outputs
 
 
+class _Sent:
+    """The activations of one kind that one forward sent to the host.
+
+    Attributes:
+        pending: the copies that are under way.
+        count: the number of layers whose activations were copied.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.pending = PendingTransfers(IN_FLIGHT)
+        self.count = 0
+        self._last: weakref.ref[LayerActivations] | None = None
+
+    def send(self, channel: HostChannel, tensors: Sequence[Tensor]) -> LayerActivations:
+        """Start copying a layer's activations to the host."""
+        saved_layer = LayerActivations(channel, tensors, self._last)
+        self._last = weakref.ref(saved_layer)
+        self.count += 1
+        self.pending.add(saved_layer)
+        return saved_layer
+
+    def prefetch_last(self) -> None:
+        """Start copying back the activations that the backward needs first."""
+        last = None if self._last is None else self._last()
+        if last is not None:
+            last.prefetch()
+
+
 class ActivationOffload:
-    """The gate and up activations of one forward, which its checkpointed layers keep alive.
+    """The activations of one forward, which its checkpointed layers keep alive.
 
     Args:
         channel: returns the channel of a device, or None.
         layers: the number of layers that will run.
         min_bytes: smaller activations are recomputed.
+        of_mlps: whether gate and up are offloaded; attention is in any case.
 
     Attributes:
-        sent: the number of layers whose activations were copied to the host.
-        made_again: layers whose activations will be recomputed, by reason.
+        made_again: layers whose gate and up will be recomputed, by reason.
     """
 
-    def __init__(self, channel: Callable[[torch.device], HostChannel | None], layers: int, min_bytes: int) -> None:
+    def __init__(
+        self, channel: Callable[[torch.device], HostChannel | None], layers: int, min_bytes: int, *, of_mlps: bool
+    ) -> None:
         """Set up the offload of one forward."""
-        self._channel, self._layers, self._min_bytes = channel, layers, min_bytes
+        self._channel, self._layers, self._min_bytes, self._of_mlps = channel, layers, min_bytes, of_mlps
         self._layers_begun = self._layers_decided = 0
-        self._pending = PendingTransfers(IN_FLIGHT)
-        self._last: weakref.ref[LayerActivations] | None = None
+        self._gate_and_up, self._attention = _Sent(), _Sent()
         self._backward_started = False
-        self.sent = 0
         self.made_again: Counter[str] = Counter()
 
     def checkpointed(self, layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,8 +147,13 @@ class ActivationOffload:
 
         return call
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """The number of layers whose gate and up, and whose attention, were copied to the host."""
+        return self._gate_and_up.count, self._attention.count
+
     def save(self, index: int, tensors: Sequence[Tensor], x: Tensor) -> LayerActivations | list[Tensor] | None:
-        """Save a layer's activations: send them to the host or keep them.
+        """Save a layer's gate and up: send them to the host or keep them.
 
         Args:
             index: the layer's place in the forward.
@@ -125,6 +164,8 @@ class ActivationOffload:
             The activations on their way to the host; or the activations that stay on the device; or None if they will
             be recomputed.
         """
+        if not self._of_mlps:
+            return None
         self._layers_decided += 1
         channel = self._channel(x.device)
         if torch._C._len_torch_dispatch_stack():
@@ -140,44 +181,64 @@ class ActivationOffload:
         elif not is_offloaded(index, self._layers, copied_share(rates, tensors, x)):
             why = "there is no time to copy them"
         else:
-            return self._send(channel, tensors)
+            return self._gate_and_up.send(channel, tensors)
         self.made_again[why] += 1
         return None
 
-    def _send(self, channel: HostChannel, tensors: Sequence[Tensor]) -> LayerActivations:
-        """Start copying a layer's activations to the host."""
-        saved_layer = LayerActivations(channel, tensors, self._last)
-        self._last = weakref.ref(saved_layer)
-        self.sent += 1
-        self._pending.add(saved_layer)
-        return saved_layer
+    def save_attention(
+        self, index: int, tensors: Sequence[Tensor], operations: int
+    ) -> LayerActivations | list[Tensor] | None:
+        """Save what a layer's attention computed, if copying it takes no longer than computing it again.
+
+        Args:
+            index: the layer's place in the forward.
+            tensors: the result ``[T, H, V]`` and the log-sum-exps.
+            operations: the number of operations that they took.
+
+        Returns:
+            As :meth:`save`.
+        """
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        channel = self._channel(tensors[0].device)
+        if channel is None or nbytes < self._min_bytes or operations < LEAST_OPERATIONS * nbytes:
+            return None
+        if torch._C._len_torch_dispatch_stack() or not all(tensor.is_contiguous() for tensor in tensors):
+            return None
+        rates = channel.link.rates(tensors[0].dtype)
+        if rates is None or nbytes / rates.bytes > operations / (ATTENTION_RATE * rates.operations):
+            return None
+        # without detach, the result, which is an op's output, would keep its own graph alive
+        return [x.detach() for x in tensors] if index >= self._layers - KEEP else self._attention.send(channel, tensors)
 
     def start_backward(self) -> None:
         """Start copying back the activations that the backward needs first, at its beginning."""
-        last = None if self._last is None or self._backward_started else self._last()
-        self._backward_started = True
-        if last is not None:
-            last.prefetch()
+        if not self._backward_started:
+            self._backward_started = True
+            self._attention.prefetch_last()
+            self._gate_and_up.prefetch_last()
 
     def finish(self) -> None:
         """Free the device memory of all activations that are still being copied to the host."""
-        self._pending.finish()
-        if self._layers > self._layers_decided:
+        self._attention.pending.finish()
+        self._gate_and_up.pending.finish()
+        if self._of_mlps and self._layers > self._layers_decided:
             self.made_again[NO_GATED_MLP] += self._layers - self._layers_decided
 
     def clear(self) -> None:
         """Drop all references, so that only the autograd graph holds the activations."""
-        self._pending.clear()
+        self._attention.pending.clear()
+        self._gate_and_up.pending.clear()
 
 
 class Slot:
-    """The activations that one checkpointed call of a layer saves, as ``gated_mlp`` uses them."""
+    """The activations that one checkpointed call of a layer saves, as ``gated_mlp`` and attention use them."""
 
     def __init__(self, activations: ActivationOffload, index: int) -> None:
         """Set up an empty slot."""
         self._offload, self._index = activations, index
         self._runs = 0
-        self._saved: LayerActivations | list[Tensor] | None = None
+        self._gate_and_up: LayerActivations | list[Tensor] | None = None
+        self._attention: LayerActivations | list[Tensor] | None = None
 
     def begin(self) -> None:
         """Count a run of the layer: the first is the forward, each later one belongs to a backward."""
@@ -188,20 +249,38 @@ class Slot:
     def save(self, tensors: Sequence[Tensor], x: Tensor) -> None:
         """Save gate and up ``[T, I]`` of x ``[T, H]`` in the first run; do nothing in later runs."""
         if self._runs == 1:
-            self._saved = self._offload.save(self._index, tensors, x)
+            self._gate_and_up = self._offload.save(self._index, tensors, x)
 
     def load(self) -> list[Tensor] | None:
-        """Return the saved activations in a backward's run; None in the first run, or if they have to be recomputed."""
-        saved = self._saved
-        if self._runs == 1 or saved is None:
+        """Return gate and up in a backward's run; None in the first run, or if they have to be recomputed."""
+        if self._runs == 1 or self._gate_and_up is None:
             return None
-        retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not retained:
-            self._saved = None
-        if isinstance(saved, LayerActivations):
-            return saved.fetch()
-        # Gradients are written over the returned tensors.
-        return [tensor.clone() for tensor in saved] if retained else saved
+        loaded, self._gate_and_up = _loaded(self._gate_and_up)
+        return loaded
+
+    def save_attention(self, tensors: Sequence[Tensor], operations: int) -> None:
+        """Save what attention computed in the first run; do nothing in later runs."""
+        if self._runs == 1:
+            self._attention = self._offload.save_attention(self._index, tensors, operations)
+
+    def load_attention(self) -> list[Tensor] | None:
+        """Return what attention computed in a backward's run; None in the first run, or if it has to be recomputed."""
+        if self._runs == 1 or self._attention is None:
+            return None
+        loaded, self._attention = _loaded(self._attention)
+        return loaded
+
+
+def _loaded(
+    saved: LayerActivations | list[Tensor],
+) -> tuple[list[Tensor], LayerActivations | list[Tensor] | None]:
+    """Return saved activations in memory that the caller owns, and what is left of them for a further backward."""
+    retained = torch._C._autograd._get_current_graph_task_keep_graph()
+    rest = saved if retained else None
+    if isinstance(saved, LayerActivations):
+        return saved.fetch(), rest
+    # Gradients are written over the returned tensors.
+    return [tensor.clone() for tensor in saved] if retained else saved, rest
 
 
 def _has_backward(layer: nn.Module, args: Sequence[Any]) -> bool:

@@ -30,7 +30,9 @@ class OffloadStats:
         forwards: forwards with offloading.
         tensors: layer inputs copied to the host in these forwards.
         products: layers whose gate and up were copied in these forwards.
-        recorded: ``(tensors, products)`` of the forward that was recorded last, which each of its replays copies again.
+        attention: layers whose attention was copied in these forwards.
+        recorded: ``(tensors, products, attention)`` of the forward that was recorded last, which each of its replays
+            copies again.
         made_again: layers of the last forward whose gate and up are recomputed nevertheless, by reason.
         idle: training forwards without offloading, by reason.
     """
@@ -38,7 +40,8 @@ class OffloadStats:
     forwards: int = 0
     tensors: int = 0
     products: int = 0
-    recorded: tuple[int, int] | None = None
+    attention: int = 0
+    recorded: tuple[int, int, int] | None = None
     made_again: Counter[str] = field(default_factory=Counter)
     idle: Counter[str] = field(default_factory=Counter)
 
@@ -82,20 +85,20 @@ class CheckpointOffload:
             if not recording:  # one recording warms up several times and is replayed more often
                 self.stats.idle[reason] += 1
             return nullcontext()
-        return self.saving(decoder_layers(backbone) if self.activations else (), recording=recording)
+        return self.saving(decoder_layers(backbone), recording=recording)
 
     @contextmanager
     def saving(self, layers: Sequence[nn.Module] = (), *, recording: bool = False) -> Iterator[None]:
-        """Offload tensors that are saved for backward inside the context, and the gate and up activations of layers.
+        """Offload tensors that are saved for backward inside the context, and activations of layers.
 
         Args:
-            layers: the layers whose gate and up are offloaded.
+            layers: the layers whose activations are offloaded.
             recording: whether the forward is recorded, or warms up for it.
         """
         channel = functools.partial(self.channel, recording=recording)
         hooks, activations = (
             SavedTensorHooks(channel, self.min_bytes),
-            ActivationOffload(channel, len(layers), self.min_bytes),
+            ActivationOffload(channel, len(layers), self.min_bytes, of_mlps=self.activations),
         )
         try:
             with saved_tensors_hooks(hooks.pack, _unpack), slots_installed(layers, activations):
@@ -103,12 +106,14 @@ class CheckpointOffload:
             hooks.finish()
             activations.finish()
         finally:
+            products, attention = activations.sent
             if recording:
-                self.stats.recorded = (hooks.sent, activations.sent)
+                self.stats.recorded = (hooks.sent, products, attention)
             else:
                 self.stats.forwards += 1
                 self.stats.tensors += hooks.sent
-                self.stats.products += activations.sent
+                self.stats.products += products
+                self.stats.attention += attention
             self.stats.made_again = activations.made_again
             hooks.clear()
             activations.clear()
@@ -150,7 +155,8 @@ class CheckpointOffload:
         if stats.forwards or stats.recorded:
             parts = []
             if stats.forwards:
-                parts += [f"{self._counts_text(stats.tensors, stats.products)} of {stats.forwards} forwards waited"]
+                counts = self._counts_text(stats.tensors, stats.products, stats.attention)
+                parts += [f"{counts} of {stats.forwards} forwards waited"]
             if stats.recorded is not None:
                 parts += [f"{self._counts_text(*stats.recorded)} of each recorded step wait"]
             parts[-1] += f" in {self.host_bytes / 2**30:.2f} GiB of host memory"
@@ -162,9 +168,12 @@ class CheckpointOffload:
         parts += [f"{count} forwards without: {why}" for why, count in stats.idle.most_common()]
         return f"offload: {'; '.join(parts)}"
 
-    def _counts_text(self, tensors: int, products: int) -> str:
+    def _counts_text(self, tensors: int, products: int, attention: int) -> str:
         """Return counts of offloaded layer inputs and activations as text."""
-        return f"{tensors} layer inputs" + (f", and gate and up of {products} layers," if self.activations else "")
+        parts = [f"{tensors} layer inputs"]
+        parts += [f"attention of {attention} layers"] if attention else []
+        parts += [f"gate and up of {products} layers"] if self.activations else []
+        return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]},"
 
 
 def _checkpointing(layer: nn.Module) -> bool | None:

@@ -39,8 +39,8 @@ from fastpack.offload import ACTIVATION_SLOT, saved
 from fastpack.offload.activations import (
     CHECKPOINTING,
     KEEP,
-    ActivationOffload,
     LayerActivations,
+    _Sent,
     copied_share,
     is_offloaded,
 )
@@ -211,7 +211,7 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     stats = offload(model).stats
     assert not runner(model).stats.eager
     assert runner(model).stats.replays == len(batches)
-    assert (stats.forwards, stats.recorded) == (0, (LAYERS - 1, SENT if choice == "activations" else 0))
+    assert (stats.forwards, stats.recorded) == (0, (LAYERS - 1, SENT if choice == "activations" else 0, 0))
     assert f"{LAYERS - 1} layer inputs" in notes(model)
     assert "of each recorded step wait in 0.00 GiB" in notes(model)
     pool = recorded(model).pool
@@ -328,18 +328,18 @@ def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the forward, one layer's activations are copied while the next layer runs; later all are on the host."""
     products: list[StorageWeakRef] = []
     alive: list[int] = []
-    stock = ActivationOffload._send
+    stock = _Sent.send
 
     def count() -> int:
         return sum(not storage.expired() for storage in products)
 
-    def send(activations: ActivationOffload, channel: HostChannel, tensors: Any) -> LayerActivations:
+    def send(sent: _Sent, channel: HostChannel, tensors: Any) -> LayerActivations:
         products.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-        saved_layer = stock(activations, channel, tensors)
+        saved_layer = stock(sent, channel, tensors)
         alive.append(count())
         return saved_layer
 
-    monkeypatch.setattr(ActivationOffload, "_send", send)
+    monkeypatch.setattr(_Sent, "send", send)
     loss = run(with_products(tiny()))
     assert alive == [2] * SENT, "those of earlier layers are on the host"
     assert (len(products), count()) == (2 * SENT, 0)

@@ -274,3 +274,30 @@ def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> 
     assert offload(model).stats.tensors > 0
     for ours in results[3:]:
         assert max(relative(ours[name], want) for name, want in results[0].items()) <= 1e-3
+
+
+def test_long_attention_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack.ops.kernels import attention
+
+    model = build(lora=True)
+    ids = torch.randint(3, 97, (1, 32768), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    ran: list[int] = []
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda q, *args, **kw: ran.append(len(q)) or forward(q, *args, **kw))
+    results = []
+    for choice in (None, "checkpoints"):
+        fastpack.patch(model, attention="triton_packed", offload=choice)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        for lengths in ([32768], [1024] * 32):
+            ran.clear()
+            model.zero_grad(set_to_none=True)
+            backbone_of(model)(
+                input_ids=ids, packed_seq_lens=lengths
+            ).last_hidden_state.float().square().sum().backward()
+            results.append((len(ran), collected(model)))
+    (twice, want), (short, others), (once, ours), (again, theirs) = results
+    assert (twice, short, once, again) == (2 * LAYERS, 2 * LAYERS, LAYERS, 2 * LAYERS)
+    assert equal(ours, want)
+    assert equal(theirs, others)
+    assert offload(model).stats.attention == LAYERS - 2
