@@ -26,6 +26,9 @@ from fastpack.utils.hooks import carries_hooks, checkpointing, has_hooks
 from fastpack.utils.protocols import LayerLike
 from fastpack.utils.replacement import Replacement
 
+TILE_BYTES = 2**29
+"""The bytes of a checkpointed MLP's largest tensors, above twice of which it runs in tiles of tokens."""
+
 
 def decoder_forward(
     patched: Replacement[DecoderSpec, Runtime],
@@ -61,6 +64,13 @@ def _checkpoints_in_forward(cls: type) -> bool:
     return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
 
 
+def _runs_again(layer: LayerLike) -> bool:
+    """Return whether torch's non-reentrant checkpointing recomputes this layer, or is recomputing it."""
+    if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
+        return False
+    return checkpointing(layer) == "plain"
+
+
 def _is_run_again(layer: LayerLike) -> bool:
     """Return whether torch's checkpointing is recomputing this layer for its backward, which never reads the result.
 
@@ -68,9 +78,7 @@ def _is_run_again(layer: LayerLike) -> bool:
     of a larger block also contains a first forward of the layer. There the innermost hooks belong to the layer's own
     checkpointing, if that is torch's non-reentrant kind.
     """
-    if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
-        return False
-    if checkpointing(layer) != "plain":
+    if not _runs_again(layer):
         return False
     if has_hooks(layer) and not _checkpoints_in_forward(type(layer)):
         return False  # the hooks run again, too, and read the result
@@ -125,9 +133,19 @@ def _run_mlp(
         spec.post_mlp is None and spec.residual_scale is None and not dropout and not drops(mlp, mlp_spec.out_dropout)
     )
     need_output = not (fuses and _is_run_again(layer))
-    store = layer.__dict__.get(ACTIVATION_SLOT)
+    slot = layer.__dict__.get(ACTIVATION_SLOT)
+    store = slot if slot is not None and slot.of_mlps else None
     out = mlp_block(
-        mlp, mlp_spec, runtime, x, norm=norm, residual=fuses, need_output=need_output, store=store, row_count=count
+        mlp,
+        mlp_spec,
+        runtime,
+        x,
+        norm=norm,
+        residual=fuses,
+        need_output=need_output,
+        store=store,
+        tile_bytes=TILE_BYTES if fuses and _runs_again(layer) else None,
+        row_count=count,
     )
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 

@@ -35,6 +35,7 @@ def mlp_block(
     residual: bool = False,
     need_output: bool = True,
     store: ActivationStore | None = None,
+    tile_bytes: int | None = None,
     row_count: RowCount | None = None,
 ) -> Tensor:
     """Return the MLP of ``norm(x)``, plus x if ``residual``.
@@ -48,6 +49,7 @@ def mlp_block(
         residual: whether to add x to the result.
         need_output: False in a recomputation for the backward, which never reads the result.
         store: stores gate and up between a checkpointed forward and its backward, or None.
+        tile_bytes: as for :func:`fastpack.ops.linear.gated_mlp.gated_mlp`.
         row_count: the number of the T tokens that count, or None for all.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
@@ -67,6 +69,7 @@ def mlp_block(
             residual=adds,
             need_output=need_output,
             store=store,
+            tile_bytes=tile_bytes if adds == residual else None,
             row_count=row_count,
             implementation=kernels,
         )

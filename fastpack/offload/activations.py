@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fastpack.offload import ACTIVATION_SLOT
 from fastpack.offload.saved import PendingTransfers, SavedStorage
 from fastpack.offload.transfer import HostChannel, Rates
+from fastpack.utils.hooks import WrappedCheckpointing
 
 CHECKPOINTING = "_gradient_checkpointing_func"
 
@@ -121,6 +122,7 @@ class ActivationOffload:
         of_mlps: whether gate and up are offloaded; attention is in any case.
 
     Attributes:
+        of_mlps: as above.
         made_again: layers whose gate and up will be recomputed, by reason.
     """
 
@@ -128,24 +130,22 @@ class ActivationOffload:
         self, channel: Callable[[torch.device], HostChannel | None], layers: int, min_bytes: int, *, of_mlps: bool
     ) -> None:
         """Set up the offload of one forward."""
-        self._channel, self._layers, self._min_bytes, self._of_mlps = channel, layers, min_bytes, of_mlps
+        self._channel, self._layers, self._min_bytes, self.of_mlps = channel, layers, min_bytes, of_mlps
         self._layers_begun = self._layers_decided = 0
         self._gate_and_up, self._attention = _Sent(), _Sent()
         self._backward_started = False
         self.made_again: Counter[str] = Counter()
 
-    def checkpointed(self, layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that checkpoints a layer as ``function`` does, and gives it a slot."""
-
-        def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            slot = Slot(self, self._layers_begun)
-            self._layers_begun += 1
-            if not _has_backward(layer, args):
-                self._layers_decided += 1
-                return function(run, *args, **kwargs)
-            return function(partial(_run_with_slot, slot, layer, run), *args, **kwargs)
-
-        return call
+    def checkpoint(
+        self, layer: nn.Module, function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Checkpoint a layer as ``function`` does, and give it a slot."""
+        slot = Slot(self, self._layers_begun)
+        self._layers_begun += 1
+        if not _has_backward(layer, args):
+            self._layers_decided += 1
+            return function(run, *args, **kwargs)
+        return function(partial(_run_with_slot, slot, layer, run), *args, **kwargs)
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -164,8 +164,6 @@ class ActivationOffload:
             The activations on their way to the host; or the activations that stay on the device; or None if they will
             be recomputed.
         """
-        if not self._of_mlps:
-            return None
         self._layers_decided += 1
         channel = self._channel(x.device)
         if torch._C._len_torch_dispatch_stack():
@@ -221,7 +219,7 @@ class ActivationOffload:
         """Free the device memory of all activations that are still being copied to the host."""
         self._attention.pending.finish()
         self._gate_and_up.pending.finish()
-        if self._of_mlps and self._layers > self._layers_decided:
+        if self.of_mlps and self._layers > self._layers_decided:
             self.made_again[NO_GATED_MLP] += self._layers - self._layers_decided
 
     def clear(self) -> None:
@@ -231,11 +229,15 @@ class ActivationOffload:
 
 
 class Slot:
-    """The activations that one checkpointed call of a layer saves, as ``gated_mlp`` and attention use them."""
+    """The activations that one checkpointed call of a layer saves, as ``gated_mlp`` and attention use them.
+
+    Attributes:
+        of_mlps: whether ``gated_mlp`` may save gate and up.
+    """
 
     def __init__(self, activations: ActivationOffload, index: int) -> None:
         """Set up an empty slot."""
-        self._offload, self._index = activations, index
+        self._offload, self._index, self.of_mlps = activations, index, activations.of_mlps
         self._runs = 0
         self._gate_and_up: LayerActivations | list[Tensor] | None = None
         self._attention: LayerActivations | list[Tensor] | None = None
@@ -306,7 +308,8 @@ def slots_installed(layers: Sequence[nn.Module], activations: ActivationOffload)
     previous_functions = [(layer, layer.__dict__[CHECKPOINTING]) for layer in layers if CHECKPOINTING in layer.__dict__]
     try:
         for layer, function in previous_functions:
-            layer.__dict__[CHECKPOINTING] = activations.checkpointed(layer, function)
+            call = partial(activations.checkpoint, layer, function)
+            layer.__dict__[CHECKPOINTING] = WrappedCheckpointing(function, call)
         yield
     finally:
         for layer, function in previous_functions:

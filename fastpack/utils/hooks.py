@@ -6,6 +6,8 @@ Such a module has to be called: reading its weights instead would skip the hooks
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -51,6 +53,23 @@ def hooks_for_every_module() -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class WrappedCheckpointing:
+    """A module's checkpointing function, with something around it.
+
+    Attributes:
+        stock: the function of transformers.
+        call: the function to call, which calls ``stock``.
+    """
+
+    stock: Callable[..., Any]
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Checkpoint the module."""
+        return self.call(*args, **kwargs)
+
+
 def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]:
     """Return how transformers checkpoints a module.
 
@@ -58,6 +77,8 @@ def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]
     for a module that is not checkpointed.
     """
     function = module.__dict__.get("_gradient_checkpointing_func")
+    if isinstance(function, WrappedCheckpointing):
+        function = function.stock
     if function is None:
         return ""
     if not isinstance(function, functools.partial) or function.func is not checkpoint or function.args:

@@ -10,11 +10,16 @@ with ``gate``, ``up`` and ``down`` as in :mod:`fastpack.ops.linear.projections`.
 are not saved: the backward computes n and h from x, gate(n) and up(n). Unless the graph is retained, it then overwrites
 gate(n) and up(n) with their gradients, so a saved-tensors hook that holds on to them finds gradients there afterwards.
 
+In a long batch gate(n), up(n) and h take more memory than all else in a layer. Where checkpointing computes them again
+anyway, they are computed in tiles of tokens: the forward saves x alone, and the backward computes one tile after the
+other and adds up the gradients of weights.
+
 Shape suffixes: T tokens, H hidden size, I size inside.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -38,6 +43,9 @@ from fastpack.ops.linear.projections import (
 )
 from fastpack.ops.row_count import RowCount
 
+_ROWS = 128
+"""Tiles have a multiple of so many tokens, as those of matmuls do."""
+
 
 class ActivationStore(Protocol):
     """A store for gate and up, between a checkpointed forward and the recomputation before its backward."""
@@ -59,6 +67,7 @@ def gated_mlp(
     residual: bool = False,
     need_output: bool = True,
     store: ActivationStore | None = None,
+    tile_bytes: int | None = None,
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -74,6 +83,9 @@ def gated_mlp(
         need_output: False if checkpointing recomputes the MLP only for its backward: the matmul with ``down`` is left
             out, and the result is uninitialised.
         store: a store that may keep gate and up until the recomputation, or None.
+        tile_bytes: compute tiles of tokens whose ``[tile, I]`` tensors take so many bytes together, if all tokens take
+            more than twice as many. The backward then computes gate and up again. None for no tiles; there are none
+            with a store, a row count or dropout either.
         row_count: how many of the T tokens are real; see :func:`fastpack.ops.linear.projections.project`.
         implementation: as for :func:`fastpack.ops.linear.projections.project`.
 
@@ -91,10 +103,28 @@ def gated_mlp(
         ProjectionSettings.of([down], implementation, row_count),
     )
     weight = None if norm is None else norm.weight
-    return _GatedMlp.apply(
-        *settings, norm, activation, (residual, need_output, store), x, weight,
-        *tensors_of([*inner, down]),
-    )  # fmt: skip
+    tensors = (x, weight, *tensors_of([*inner, down]))
+    options = (residual, need_output, store)
+    rows = len(x)
+    draws = any(projection.lora is not None and projection.lora.dropout for projection in (*inner, down))
+    if tile_bytes is not None and store is None and row_count is None and not draws:
+        rows = tile_rows(len(x), down.in_features, down.dtype, tile_bytes)
+    if rows < len(x):
+        return _TiledGatedMlp.apply(rows, *settings, norm, activation, options, *tensors)
+    return _GatedMlp.apply(*settings, norm, activation, options, *tensors)
+
+
+def tile_rows(tokens: int, size: int, dtype: torch.dtype, tile_bytes: int) -> int:
+    """Return the number of tokens of a tile; all of them if they take at most ``2 * tile_bytes``.
+
+    Args:
+        tokens: T.
+        size: I.
+        dtype: the dtype of ``[T, I]`` tensors, of which four are needed at a time: gate, up, and two gradients.
+        tile_bytes: the bytes of these tensors in a tile.
+    """
+    tiles = math.ceil(4 * tokens * size * dtype.itemsize / tile_bytes)
+    return tokens if tiles <= 2 else _ROWS * math.ceil(tokens / tiles / _ROWS)
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -201,6 +231,56 @@ class _GatedMlp(torch.autograd.Function):
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
         return (None,) * 5 + (dx, dnorm, *inner_weights, *down_weights)
+
+
+class _TiledGatedMlp(torch.autograd.Function):
+    """The same as :class:`_GatedMlp`, with its arguments after the number of tokens of a tile. It saves x alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: int,
+        inner: ProjectionSettings,
+        down: ProjectionSettings,
+        norm: Norm | None,
+        activation: ActivationKind,
+        options: tuple[bool, bool, None],
+        x: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.rows, ctx.settings, ctx.residual = rows, (inner, down, norm, activation), options[0]
+        ctx.save_for_backward(x, *tensors)
+        y = torch.empty_like(x, dtype=down.dtype)
+        if options[1]:
+            for start in range(0, len(x), rows):
+                tile = slice(start, start + rows)
+                y[tile] = _GatedMlp.apply(*ctx.settings, options, x[tile], *tensors)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *tensors = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad[6:]
+        # copies, since hooks of the parameters themselves belong to the sums
+        inputs = [
+            None if tensor is None else tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(tensors, needs, strict=True)
+        ]
+        wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+        dx = torch.empty_like(x) if needs_x else None
+        sums: list[Tensor] = []
+        for start in range(0, len(x), ctx.rows):
+            tile = slice(start, start + ctx.rows)
+            with torch.enable_grad():
+                part = x[tile].detach().requires_grad_(needs_x)
+                y = _GatedMlp.apply(*ctx.settings, (ctx.residual, False, None), part, *inputs)
+            got = list(torch.autograd.grad(y, [part, *wanted] if needs_x else wanted, grad[tile]))
+            if dx is not None:
+                dx[tile] = got.pop(0)
+            sums = got if not sums else [total.add_(more) for total, more in zip(sums, got, strict=True)]
+        gradients = iter(sums)
+        return (None,) * 6 + (dx, *(next(gradients) if needed else None for needed in needs))
 
 
 def _gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,13 @@ class Projection:
     dtype: torch.dtype
     bias: Tensor | None = None
     lora: Lora | None = None
-    quant_state: object = None
+    quant_state: Any = None
+
+    @property
+    def in_features(self) -> int:
+        """H."""
+        shape = self.weight.shape if self.quant_state is None else self.quant_state.shape
+        return int(shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
