@@ -32,6 +32,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 SENT = LAYERS - activations.KEEP
+LENGTHS = (12, 5)
 
 
 @pytest.fixture
@@ -60,11 +61,11 @@ def stock_of(*, reentrant: bool = False) -> Any:
 @pytest.mark.sample(1)
 @KINDS
 def test_attention_runs_once(reentrant: bool, forwards: list[int]) -> None:
-    want = gradients(stock_of(reentrant=reentrant))
+    want = gradients(stock_of(reentrant=reentrant), LENGTHS)
     assert len(forwards) == 2 * LAYERS
     forwards.clear()
     model = model_of(reentrant=reentrant)
-    assert equal(gradients(model), want)
+    assert equal(gradients(model, LENGTHS), want)
     assert len(forwards) == LAYERS
     stats, link = offload(model).stats, channel(model).link
     assert (stats.attention, stats.products) == (SENT, 0)
@@ -77,7 +78,7 @@ def test_attention_runs_once(reentrant: bool, forwards: list[int]) -> None:
 @pytest.mark.slow
 def test_beside_gate_and_up(forwards: list[int]) -> None:
     model = model_of(choice="activations")
-    assert equal(gradients(model), gradients(stock_of()))
+    assert equal(gradients(model, LENGTHS), gradients(stock_of(), LENGTHS))
     assert offload(model).stats.attention == SENT
     assert offload(model).stats.products > 0
 
@@ -87,7 +88,7 @@ def test_beside_gate_and_up(forwards: list[int]) -> None:
 def test_negative_control(link: type[LateLink], forwards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients depend on what was copied back; layer inputs stay on the device here."""
     monkeypatch.setattr(saved, "KEEP", 100)
-    assert not equal(gradients(model_of(link)), gradients(stock_of()))
+    assert not equal(gradients(model_of(link), LENGTHS), gradients(stock_of(), LENGTHS))
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_two_backwards(forwards: list[int]) -> None:
     model, stock = model_of(), stock_of()
     results = []
     for each in (stock, model):
-        loss = run(each)
+        loss = run(each, LENGTHS)
         for retain in (True, False):
             each.zero_grad()
             loss.backward(retain_graph=retain)
@@ -105,7 +106,7 @@ def test_two_backwards(forwards: list[int]) -> None:
     assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["short", "slow link", "small"])
 def test_computed_again(why: str, forwards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where copies would take longer than attention, it runs twice, as before."""
@@ -116,7 +117,7 @@ def test_computed_again(why: str, forwards: list[int], monkeypatch: pytest.Monke
     model = model_of()
     if why == "small":
         offload(model).min_bytes = 2**30
-    assert equal(gradients(model), gradients(stock_of()))
+    assert equal(gradients(model, LENGTHS), gradients(stock_of(), LENGTHS))
     assert len(forwards) == 4 * LAYERS
     assert offload(model).stats.attention == 0
 
