@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fastpack.packing.pairs import count_pairs
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.packing.two_way import SeenRanges, TwoWay, seen_ranges
 
@@ -278,6 +279,4 @@ def _pairs(packed: PackedSeqLens, window: int | None) -> int:
     """Return the number of pairs of a query and a key that it sees; of shared tokens without a window, each once."""
     if packed.shared is not None and window is None:
         return packed.shared.tree.pairs
-    longest = packed.max_seqlen if window is None else window
-    seen = ((length, min(length, longest)) for length in packed.lengths)
-    return sum(most * (most + 1) // 2 + (length - most) * most for length, most in seen)
+    return count_pairs(packed.lengths, window)

@@ -30,6 +30,7 @@ from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import TOWER, auto_class, has_experts, make_config
 from fastpack.bench.variants import ROLLOUTS
 from fastpack.model.unwrap import find_parts
+from fastpack.packing.pairs import count_pairs
 from fastpack.trainers.metrics.flops import ModelFlops, linear_flops, read_flops
 
 
@@ -57,13 +58,7 @@ def tower_flops(model: Any, grids: Sequence[Grid]) -> int:
 
 def flops_of(model: ModelFlops, lengths: Sequence[int]) -> int:
     """Return a model's operations on sequences of these lengths."""
-
-    def pairs(window: int | None) -> int:
-        """Count the pairs of a token and a token that it sees."""
-        seen = [min(length, window or length) for length in lengths]
-        return sum(most * (most + 1) // 2 + (length - most) * most for length, most in zip(lengths, seen, strict=True))
-
-    return model.of(sum(lengths), [pairs(window) for window in model.per_pair])
+    return model.of(sum(lengths), [count_pairs(lengths, window) for window in model.per_pair])
 
 
 def last_inputs(settings: RunSettings) -> int:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastpack.packing.pairs import count_pairs
 from fastpack.utils.tensors import send
 
 
@@ -100,7 +101,7 @@ def make_tree(order: Sequence[int], shared: Sequence[int], lengths: Sequence[int
         _edges(edges, 0, len(lengths), device),
         _edges(edges, 1, len(lengths), device),
         sum(size * start + size * (size + 1) // 2 for size, start in own),
-        sum(length * (length + 1) // 2 for length in lengths),
+        count_pairs(lengths),
     )
 
 

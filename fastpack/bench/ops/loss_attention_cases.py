@@ -14,6 +14,7 @@ from torch import Tensor
 from fastpack.attention_dispatch import AttentionCall, AttentionShape, attend, attend_on_copies, explain
 from fastpack.bench.ops.case import LIGER, OURS, PLAIN, Case, Inputs, Maker, Run, liger_run
 from fastpack.ops.loss.linear_cross_entropy import linear_cross_entropy
+from fastpack.packing.pairs import count_pairs
 from fastpack.packing.prefixes import Prefixes
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -84,8 +85,7 @@ def _available(shape: AttentionShape) -> list[str]:
 
 def _attention_flops(make: Maker) -> int:
     """Count two matmuls forward and five backward, below the diagonal."""
-    pairs = sum(length * (length + 1) // 2 for length in make.sequence_lengths())
-    return 7 * 2 * pairs * make.sizes.num_attention_heads * make.sizes.head_dim
+    return 7 * 2 * count_pairs(make.sequence_lengths()) * make.sizes.num_attention_heads * make.sizes.head_dim
 
 
 PROMPT, COMPLETIONS = 8192, range(500, 2001, 100)
