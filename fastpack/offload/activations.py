@@ -239,8 +239,7 @@ class Slot:
         """Set up an empty slot."""
         self._offload, self._index, self.of_mlps = activations, index, activations.of_mlps
         self._runs = 0
-        self._gate_and_up: LayerActivations | list[Tensor] | None = None
-        self._attention: LayerActivations | list[Tensor] | None = None
+        self._saved: dict[str, LayerActivations | list[Tensor] | None] = {}
 
     def begin(self) -> None:
         """Count a run of the layer: the first is the forward, each later one belongs to a backward."""
@@ -251,38 +250,33 @@ class Slot:
     def save(self, tensors: Sequence[Tensor], x: Tensor) -> None:
         """Save gate and up ``[T, I]`` of x ``[T, H]`` in the first run; do nothing in later runs."""
         if self._runs == 1:
-            self._gate_and_up = self._offload.save(self._index, tensors, x)
+            self._saved["gate and up"] = self._offload.save(self._index, tensors, x)
 
     def load(self) -> list[Tensor] | None:
         """Return gate and up in a backward's run; None in the first run, or if they have to be recomputed."""
-        if self._runs == 1 or self._gate_and_up is None:
-            return None
-        loaded, self._gate_and_up = _loaded(self._gate_and_up)
-        return loaded
+        return self._take("gate and up")
 
     def save_attention(self, tensors: Sequence[Tensor], operations: int) -> None:
         """Save what attention computed in the first run; do nothing in later runs."""
         if self._runs == 1:
-            self._attention = self._offload.save_attention(self._index, tensors, operations)
+            self._saved["attention"] = self._offload.save_attention(self._index, tensors, operations)
 
     def load_attention(self) -> list[Tensor] | None:
         """Return what attention computed in a backward's run; None in the first run, or if it has to be recomputed."""
-        if self._runs == 1 or self._attention is None:
+        return self._take("attention")
+
+    def _take(self, kind: str) -> list[Tensor] | None:
+        """Return activations in memory that the caller owns; None if there are none, or in the first run."""
+        saved = self._saved.get(kind)
+        if self._runs == 1 or saved is None:
             return None
-        loaded, self._attention = _loaded(self._attention)
-        return loaded
-
-
-def _loaded(
-    saved: LayerActivations | list[Tensor],
-) -> tuple[list[Tensor], LayerActivations | list[Tensor] | None]:
-    """Return saved activations in memory that the caller owns, and what is left of them for a further backward."""
-    retained = torch._C._autograd._get_current_graph_task_keep_graph()
-    rest = saved if retained else None
-    if isinstance(saved, LayerActivations):
-        return saved.fetch(), rest
-    # Gradients are written over the returned tensors.
-    return [tensor.clone() for tensor in saved] if retained else saved, rest
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not retained:
+            del self._saved[kind]
+        if isinstance(saved, LayerActivations):
+            return saved.fetch()
+        # Gradients are written over the returned tensors.
+        return [tensor.clone() for tensor in saved] if retained else saved
 
 
 def _has_backward(layer: nn.Module, args: Sequence[Any]) -> bool:

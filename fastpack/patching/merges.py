@@ -26,6 +26,7 @@ Keep = Literal["host", "device"]
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _SHOWN = 3
 """The number of layers that an error names."""
+_METHODS = ("merge", "unmerge")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers that have as many bytes as a weight."""
 _QUANTISED = ("Params4bit", "Int8Params")
@@ -102,8 +103,7 @@ def exact_merges(model: ModelT, *, keep: Keep | None = "host") -> ModelT:
 
 def replacements_on(layer: nn.Module) -> list[Replacement[Any, Any]]:
     """Return the replacements of :func:`exact_merges` on a layer: those of ``merge`` and ``unmerge``, or none."""
-    found = ((vars(layer).get(name), function) for name, function in _FUNCTIONS.items())
-    return [method for method, function in found if replaces(method, function)]
+    return [method for name in _METHODS if replaces(method := vars(layer).get(name), _run)]
 
 
 def rounding_merges(model: nn.Module) -> dict[torch.dtype, int]:
@@ -153,7 +153,7 @@ class BaseWeight:
 
     @property
     def merged(self) -> bool:
-        """Whether any adapter is merged into the weight."""
+        """True if any adapter is merged into the weight."""
         return any(layer.merged for layer in self.layers)
 
     def prepare(self) -> None:
@@ -245,20 +245,11 @@ class _Guard:
             self.inside = False
 
 
-def _merge(replacement: Replacement[tuple[BaseWeight, ...], _Guard], *args: Any, **kwargs: Any) -> None:
-    """Run PEFT's ``merge``, with copies of the base weights. If it raises, the weights are as before."""
-    _run(replacement, *args, **kwargs)
-
-
-def _unmerge(replacement: Replacement[tuple[BaseWeight, ...], _Guard], *args: Any, **kwargs: Any) -> None:
-    """Run PEFT's ``unmerge``, and put the copies of the base weights back."""
-    _run(replacement, *args, **kwargs)
-
-
-_FUNCTIONS = {"merge": _merge, "unmerge": _unmerge}
-
-
 def _run(replacement: Replacement[tuple[BaseWeight, ...], _Guard], *args: Any, **kwargs: Any) -> None:
+    """Run PEFT's ``merge`` or ``unmerge``, with copies of the base weights, which are back once none is merged.
+
+    If a merge raises, the weights are as before.
+    """
     if replacement.runtime.inside:
         replacement.stock(*args, **kwargs)
         return
@@ -300,8 +291,8 @@ def _install(layers: dict[str, Any], keep: Keep) -> None:
                 weight = shared.setdefault(id(place.weight), BaseWeight(label, place, keep))
                 weight.layers.append(layer)
                 weights.append(weight)
-        for name, function in _FUNCTIONS.items():
-            Replacement(layer, name, function, tuple(weights), guard).install()
+        for name in _METHODS:
+            Replacement(layer, name, _run, tuple(weights), guard).install()
 
 
 def _check(layers: dict[str, Any]) -> None:

@@ -106,12 +106,16 @@ def gated_mlp(
     tensors = (x, weight, *tensors_of([*inner, down]))
     options = (residual, need_output, store)
     rows = len(x)
-    draws = any(projection.lora is not None and projection.lora.dropout for projection in (*inner, down))
-    if tile_bytes is not None and store is None and row_count is None and not draws:
+    if tile_bytes is not None and store is None and row_count is None and not _draws([*inner, down]):
         rows = tile_rows(len(x), down.in_features, down.dtype, tile_bytes)
     if rows < len(x):
         return _TiledGatedMlp.apply(rows, *settings, norm, activation, options, *tensors)
     return _GatedMlp.apply(*settings, norm, activation, options, *tensors)
+
+
+def _draws(projections: Sequence[Projection]) -> bool:
+    """Return whether an update drops elements of its input: a tile that is computed again would drop others."""
+    return any(projection.lora is not None and projection.lora.dropout for projection in projections)
 
 
 def tile_rows(tokens: int, size: int, dtype: torch.dtype, tile_bytes: int) -> int:
@@ -234,7 +238,7 @@ class _GatedMlp(torch.autograd.Function):
 
 
 class _TiledGatedMlp(torch.autograd.Function):
-    """The same as :class:`_GatedMlp`, with its arguments after the number of tokens of a tile. It saves x alone."""
+    """A :class:`_GatedMlp` of each tile of tokens, whose number comes first. Of activations it saves x alone."""
 
     @staticmethod
     def forward(

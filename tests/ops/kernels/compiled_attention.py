@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from compiled import LIMITS
 from triton.backends.compiler import GPUTarget
 
 from fastpack.ops.kernels import attention, attention_keys, attention_queries, launch
@@ -66,4 +67,5 @@ def kernels(capability: int, heads: int, kv_heads: int, size: int, window: int |
 
 
 if __name__ == "__main__":
-    print(json.dumps([kernels(*case) for case in json.loads(sys.argv[1])]))
+    cases = json.loads(sys.argv[1])
+    print(json.dumps([{"taken": kernels(*case), "limit": LIMITS[case[0]]} for case in cases]))
