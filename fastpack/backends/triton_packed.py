@@ -84,8 +84,11 @@ def run(call: AttentionCall) -> Tensor:
     if shared is not None:
         cu_seqlens, paths, branches = shared.tree.cu_seqlens, shared.tree.paths, shared.tree.branches
         edges = (paths.table, paths.offsets, branches.table, branches.offsets)
-    # the first of two runs under reentrant checkpointing has no gradients, and rounds what sinks need exactly
-    kept = None if call.store is None or call.sinks is not None else (call.store, call.operations)
+    kept = None
+    # Not for sinks: the first of two runs under reentrant checkpointing has no gradients, and rounds what they need
+    # exactly. Not in a CUDA graph, where only the device knows the lengths.
+    if call.store is not None and call.sinks is None and rows is None:
+        kept = (call.store, call.operations)
     return _TritonPacked.apply(q, k, v, call.sinks, cu_seqlens, rows, scores, kept, *seen, *edges)
 
 
