@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_each_token_is_in_one_chunk_of_its_sequence(lengths: list[int], spare: i
     offsets = list(accumulate(lengths, initial=0))
     want = [
         (begin, min(begin + SIZE, end))
-        for first, end in zip(offsets, offsets[1:], strict=False)
+        for first, end in pairwise(offsets)
         for begin in range(first, end, SIZE)
     ]
     counts = [-(-length // SIZE) for length in lengths]
