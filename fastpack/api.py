@@ -153,8 +153,8 @@ def patch(
             its bare backbone; one of these wrapped by PEFT or with 4-bit or 8-bit weights; or a trainer that holds one.
             In a trainer, the reference model and the teacher are patched too.
         attention: For each call, ``auto`` takes the first attention backend that can serve it. A name selects one
-            backend: ``flash_attn``, ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``,
-            ``segments`` or ``reference``.
+            backend: ``flash_attn``, ``torch_varlen``, ``cudnn``, ``xformers``, ``mem_efficient``, ``flex``,
+            ``triton_packed``, ``segments`` or ``reference``.
         kernels: The implementation of norms, RoPE, gated units, LoRA's casts and the fused loss. ``auto`` takes Triton
             kernels on a CUDA device and plain torch elsewhere; ``torch`` takes the definitions in plain torch;
             ``triton`` takes only Triton kernels.

@@ -81,6 +81,14 @@ class AttentionShape:
     max_seqlen: int = 0
     needs_grad: bool = True
 
+    @property
+    def typical_length(self) -> float:
+        """The length of a token's sequence, averaged over tokens; estimated from the longest and the mean length."""
+        tokens, longest = self.total_tokens, self.max_seqlen
+        if not tokens:
+            return 0.0
+        return (longest**2 + (tokens - longest) * (tokens / max(self.num_sequences, 1))) / tokens
+
     def describe(self) -> str:
         """Return one line for an error message."""
         parts = [

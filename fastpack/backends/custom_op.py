@@ -23,7 +23,7 @@ from fastpack.errors import BackendUnavailableError
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.packing.two_way import TwoWay, TwoWayBlocks
 
-READ_LENGTHS = ("segments", "reference")
+READ_LENGTHS = ("cudnn", "segments", "reference")
 """Backends that take lengths as Python ints, even on a GPU."""
 TENSORS = 8
 """The operator's first arguments, which are tensors."""

@@ -102,10 +102,7 @@ def wins_on_long(shape: AttentionShape) -> bool:
         1 of 8,192                 5.2  / 3.4           1.5  / 0.85
         1 of 8,192 and 20 of 100   5.2  / 3.4           1.6  / 0.86
     """
-    tokens, longest = shape.total_tokens, shape.max_seqlen
-    # each token's sequence length, summed over all tokens; estimated from the longest and the mean length
-    lengths = longest**2 + (tokens - longest) * (tokens / max(shape.num_sequences, 1))
-    generation = serving(shape) if tokens and lengths >= LONG * tokens else None
+    generation = serving(shape) if shape.typical_length >= LONG else None
     return generation is not None and generation.number > 2
 
 

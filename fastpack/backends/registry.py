@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fastpack.backends import (
+    cudnn,
     flash_attn,
     flex,
     mem_efficient,
@@ -51,6 +52,7 @@ class Backend(Protocol):
 BACKENDS: dict[str, Backend] = {
     "flash_attn": flash_attn,
     "torch_varlen": torch_varlen,
+    "cudnn": cudnn,
     "xformers": xformers,
     "mem_efficient": mem_efficient,
     "flex": flex,
@@ -71,11 +73,10 @@ def why_not(name: str, shape: AttentionShape) -> str | None:
 def in_order(shape: AttentionShape) -> list[str]:
     """Return the backends' names in the order in which ``auto`` tries them.
 
-    It is the table's order, except that fastpack's own kernel moves up where it is faster.
+    It is the table's order, except that fastpack's own kernel and cuDNN's move up where they are faster.
     """
-    names = list(BACKENDS)
-    if triton_packed.wins(shape):
-        names.remove("triton_packed")
-        next_best = "torch_varlen" if flash_attn.wins_on_long(shape) else "flash_attn"
-        names.insert(names.index(next_best), "triton_packed")
-    return names
+    kernels = {"cudnn": cudnn, "triton_packed": triton_packed}
+    faster = [name for name, kernel in kernels.items() if kernel.wins(shape)]
+    rest = [name for name in BACKENDS if name not in faster]
+    at = 1 if flash_attn.wins_on_long(shape) else 0
+    return [*rest[:at], *faster, *rest[at:]]

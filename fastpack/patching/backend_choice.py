@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastpack.attention_dispatch import AttentionShape, Visibility, choose, explain
-from fastpack.backends.flash_attn import LONG
+from fastpack.backends import cudnn, flash_attn
 from fastpack.families.spec import AttentionSpec, Spec
 from fastpack.layers.window_checks import window_of
 from fastpack.packing.two_way import TwoWay
@@ -96,8 +96,12 @@ def _serving_backend(shape: AttentionShape, attention: str) -> tuple[str, list[s
         for half in halves:
             if (other := choose(half)) != chosen:
                 notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
-        if (other := choose(replace(shape, total_tokens=LONG, num_sequences=1, max_seqlen=LONG))) != chosen:
-            notes.append(f"attention: {other} where most tokens are in sequences of {LONG} and more")
+        shorter = chosen
+        for length in (flash_attn.LONG, cudnn.LONG):
+            longer = choose(replace(shape, total_tokens=length, num_sequences=1, max_seqlen=length))
+            if longer != shorter:
+                notes.append(f"attention: {longer} where most tokens are in sequences of {length:,} and more")
+            shorter = longer
         return chosen, notes
     if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
         notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from fastpack.backends import flash_attn, flex, limits, torch_varlen, xformers
+from fastpack.backends import cudnn, flash_attn, flex, limits, torch_varlen, xformers
 
 if TYPE_CHECKING:
     from packed_kernels import Cut
@@ -47,6 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def report(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn.VERSION)
 
     return report
 

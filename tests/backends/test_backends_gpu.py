@@ -5,7 +5,7 @@ FlashAttention's packages and xformers are replaced by torch's own varlen kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ COMPILED = pairwise(
 CASES: dict[str, tuple[tuple[torch.dtype, ...], list[Case]]] = {
     "flash_attn": ((BF16, HALF), SAME_SIZES),
     "torch_varlen": ((BF16, HALF), [*SAME_SIZES, *(Case(head_dim=n, window=7) for n in (40, 96, 192, 256))]),
+    "cudnn": ((BF16, HALF), pairwise(without("softcap", "sinks", "value_dim", "window"))),
     "xformers": ((BF16, HALF), SAME_SIZES),
     "mem_efficient": ((BF16, HALF, FLOAT), [*PLAIN, Case(head_dim=320), Case(head_dim=192, value_dim="other")]),
     "flex": ((BF16, FLOAT), COMPILED),
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[tuple[torch.dtype, ...], list[Case]]] = {
     "reference": ((BF16, HALF, FLOAT), pairwise(FACTORS)),
 }
 EXTRA: list[tuple[str, torch.dtype, Case]] = [
+    *(("cudnn", dtype, Case(head_dim=n, lengths="long")) for n in (128, 256) for dtype in (BF16, HALF)),
     ("mem_efficient", FLOAT, Case(head_dim=20)),
     ("flex", HALF, Case(softcap=1.5, sinks=True, window=7)),
     ("flex", BF16, Case(head_dim=128, groups=2, window=128, lengths="blocks")),
@@ -79,6 +81,16 @@ EXTRA += [
 ]
 EXTRA += [("triton_packed", FLOAT, case) for case in TWO_WAY[::3]]
 EVERY = [(name, dtype, case) for name, (dtypes, cases) in CASES.items() for dtype in dtypes for case in cases] + EXTRA
+
+
+def with_windows(names: Iterable[str], window: int) -> list[tuple[str, int | None]]:
+    """Return each name without a window, and those that serve one with it."""
+    return [
+        (name, size)
+        for name in sorted(names)
+        for size in (None, window)
+        if size is None or "window" in BACKENDS[name].SERVES
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +137,7 @@ def test_later_generations_of_flash_attn(generation: int, monkeypatch: pytest.Mo
     assert {call["generation"] for call in calls} == {generation}
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "window"), with_windows(BACKENDS, 7))
 def test_a_sequence_is_not_moved_by_its_neighbours(name: str, window: int | None) -> None:
     """Whatever one sequence holds, all other sequences' outputs are the same to the bit."""
     call = Case(window=window).make(BF16, "cuda")
@@ -142,8 +153,7 @@ def test_a_sequence_is_not_moved_by_its_neighbours(name: str, window: int | None
     assert torch.equal(after[end:], before[end:])
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "window"), with_windows(BACKENDS, 7))
 def test_no_layer_waits_for_the_gpu(name: str, window: int | None) -> None:
     """This holds in both passes, for the first layer of a batch (which may build a mask) and for the next."""
     case = Case(window=window)
@@ -160,8 +170,7 @@ def test_no_layer_waits_for_the_gpu(name: str, window: int | None) -> None:
     assert call.q.grad is not None
 
 
-@pytest.mark.parametrize("window", [None, 512])
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize(("name", "window"), with_windows(set(BACKENDS) - {"reference"}, 512))
 def test_memory_grows_with_tokens_not_with_their_square(name: str, window: int | None) -> None:
     """One sequence of 32,768 tokens, forward and backward: T x T bytes would be 1 GiB, its tensors are 8 MiB each."""
     total = 32_768
@@ -176,7 +185,7 @@ def test_memory_grows_with_tokens_not_with_their_square(name: str, window: int |
     assert torch.cuda.max_memory_allocated() - before < total * total // 4
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen", "mem_efficient", "flex", "triton_packed"])
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen", "cudnn", "mem_efficient", "flex", "triton_packed"])
 def test_autocast(name: str) -> None:
     """Float32 heads reach the kernel in autocast's dtype, and their gradients come back in float32."""
     call = Case().make(FLOAT, "cuda")
@@ -249,3 +258,18 @@ def test_the_yardstick_is_sound() -> None:
     assert set(own) == {"out", "q", "k", "v"}
     assert all(1e-4 < error < 0.03 for error in own.values()), own
     assert LENGTHS["mixed"][:3] == (7, 1, 19)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences_on_cudnn(head_dim: int) -> None:
+    """Sequences of thousands of tokens, rounded up and not, against torch's varlen kernel."""
+    packed = PackedSeqLens.from_lengths([8192, 4097, 1000, 3], device="cuda")
+    q, k, v = (
+        torch.randn(packed.total_tokens, heads, head_dim, device="cuda", dtype=BF16, requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+    call = AttentionCall(q, k, v, packed, head_dim**-0.5)
+    serve("cudnn", call)
+    ours, want = (measure(partial(attend, attention=name), call) for name in ("cudnn", "torch_varlen"))
+    for name, value in want.items():
+        assert (ours[name].double() - value.double()).norm() <= 1e-2 * value.double().norm(), name

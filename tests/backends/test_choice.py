@@ -97,7 +97,7 @@ def test_choice(
 
 
 def test_the_table_is_in_order_of_preference() -> None:
-    order = ["flash_attn", "torch_varlen", "xformers", "mem_efficient", "flex", "triton_packed"]
+    order = ["flash_attn", "torch_varlen", "cudnn", "xformers", "mem_efficient", "flex", "triton_packed"]
     order += ["segments", "reference"]
     assert list(BACKENDS) == order
     assert list(explain(shape("cpu"))) == order
@@ -123,6 +123,7 @@ def test_packages_are_preferred_where_they_serve(machine: Machine, monkeypatch: 
 LONG = {"total_tokens": 8192, "num_sequences": 8, "max_seqlen": 1024}
 SHORT = {"total_tokens": 8400, "num_sequences": 12, "max_seqlen": 700}
 MIXED = {"total_tokens": 10_192, "num_sequences": 21, "max_seqlen": 8192}  # one of 8,192, twenty of 100
+SCATTERED = {"total_tokens": 28_192, "num_sequences": 101, "max_seqlen": 8192}  # one of 8,192, a hundred of 200
 UNKNOWN = {"total_tokens": 0, "num_sequences": 0, "max_seqlen": 0}
 
 
@@ -135,7 +136,10 @@ UNKNOWN = {"total_tokens": 0, "num_sequences": 0, "max_seqlen": 0}
         ((2, 4), H100, UNKNOWN, "triton_packed"),
         ((2, 4), H100, LONG, "flash_attn"),
         ((2, 4), H100, MIXED, "flash_attn"),
-        ((2,), H100, MIXED, "triton_packed"),
+        ((), H100, MIXED, "cudnn"),
+        ((2,), H100, MIXED, "cudnn"),
+        ((2,), H100, SCATTERED, "triton_packed"),
+        ((), B200, MIXED, "torch_varlen"),  # cuDNN's was not measured here
         ((3,), H100, LONG, "flash_attn"),
         ((3,), H100, SHORT, "triton_packed"),
         ((4,), B200, SHORT, "flash_attn"),  # our kernel was not measured here

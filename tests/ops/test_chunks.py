@@ -16,11 +16,7 @@ SIZE = 4
 @pytest.mark.parametrize("spare", [0, 5])
 def test_each_token_is_in_one_chunk_of_its_sequence(lengths: list[int], spare: int) -> None:
     offsets = list(accumulate(lengths, initial=0))
-    want = [
-        (begin, min(begin + SIZE, end))
-        for first, end in pairwise(offsets)
-        for begin in range(first, end, SIZE)
-    ]
+    want = [(begin, min(begin + SIZE, end)) for first, end in pairwise(offsets) for begin in range(first, end, SIZE)]
     counts = [-(-length // SIZE) for length in lengths]
     cu_seqlens = torch.tensor(offsets + [offsets[-1]] * spare, dtype=torch.int32)
     chunks = Chunks.of(cu_seqlens, SIZE, len(want) + spare, max(counts))

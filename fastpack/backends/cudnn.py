@@ -1,0 +1,208 @@
+"""The cuDNN attention kernel that comes with torch, for long sequences on Hopper.
+
+cuDNN prepares a plan for each shape, which takes some 0.2 s, and no plan of torch's serves packed tokens. So sequences
+are rows here, in groups of one length. Lengths are rounded up, so that few shapes occur: padding comes after a
+sequence's last token, whose queries don't see it.
+
+Shape suffixes: T tokens, n rows of a group, P their length, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall, AttentionShape, AttentionStore
+from fastpack.backends.limits import HALF_DTYPES, Limits, cuda_capability, lacks, needs_cuda, wrong_dtype, wrong_sizes
+from fastpack.ops.autograd import differentiable_once
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.tensors import send
+
+SERVES = ()
+LIMITS = Limits(
+    "Hopper, fp16 or bf16, no window; auto prefers it if most tokens are in sequences of 4,096 or more, except to "
+    "flash-attn 3 or 4",
+    (),
+    "comes with torch",
+)
+
+LONG = 4096
+"""From this length of a token's sequence on, averaged over tokens, this kernel is preferred to fastpack's own."""
+SHORTEST = 128
+"""The least length of a row; lengths up to :data:`LONG` are rounded up to powers of two."""
+STEPS = 32
+"""Longer ones are rounded up to one of so many lengths between two powers of two."""
+VERSION = 91900
+"""The version of cuDNN that was tested here."""
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Return why cuDNN can't compute this, or None."""
+    why = (
+        lacks(shape, "torch's cuDNN kernel", "softcap", "attention sinks", "dropout")
+        or needs_cuda(shape, (9, 0))
+        or wrong_dtype(shape, HALF_DTYPES)
+        or wrong_sizes(shape, multiple=8, most=256)
+    )
+    if why is not None:
+        return why
+    if shape.value_dim != shape.head_dim:
+        return f"keys and values must have one head size, not {shape.head_dim} and {shape.value_dim}"
+    if (version := torch.backends.cudnn.version() or 0) < VERSION:
+        return f"needs cuDNN {VERSION}, this torch has {version}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "adds up gradients in any order, and torch.use_deterministic_algorithms is on"
+    return None
+
+
+def wins(shape: AttentionShape) -> bool:
+    """Return whether sequences are long enough for cuDNN to be faster than fastpack's own kernel and FlashAttention 2.
+
+    Measured on an H100, one sequence, forward and backward, in ms, cuDNN / fastpack's kernel / torch's varlen kernel::
+
+        tokens    32/8 heads of 128     32/8 heads of 64      16/2 heads of 256
+        8,192     3.6 / 5.0 / 6.7       2.4 / 3.0 / 5.2       4.3 / 18.6
+        32,768    55  / 88  / 92        35  / 49  / 53        70  / 298
+        65,536    219 / 347             145 / 204             288 / 1,209
+    """
+    capability = cuda_capability(shape)
+    return capability is not None and capability[0] == 9 and shape.head_dim >= 64 and shape.typical_length >= LONG
+
+
+def run(call: AttentionCall) -> Tensor:
+    """Return ``[T, H, D]``; the kernel reads grouped key/value heads without repeating them."""
+    packed = call.packed
+    groups = packed.memo(("cudnn", call.q.device), lambda: _group(packed, call.q.device))
+    kept = None if call.store is None else (call.store, call.operations)
+    return _Cudnn.apply(call.q, call.k, call.v, call.scale, groups, kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Sequences whose rows have one length.
+
+    Attributes:
+        count: n.
+        length: P.
+        begin: the first token of the only sequence if that has P tokens, so that its row is a slice; else None.
+        tokens: int64, the tokens of all sequences in the group; empty for a slice.
+        slots: int64, their slots in ``[n * P]``.
+    """
+
+    count: int
+    length: int
+    begin: int | None
+    tokens: Tensor
+    slots: Tensor
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return ``[n, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding."""
+        if self.begin is not None:
+            flat = x[self.begin : self.begin + self.length]
+        else:
+            flat = x.new_zeros(self.count * self.length, *x.shape[1:])
+            flat.index_copy_(0, self.slots, x.index_select(0, self.tokens))
+        return flat.unflatten(0, (self.count, self.length)).transpose(1, 2)
+
+    def put(self, rows: Tensor, x: Tensor) -> None:
+        """Write ``[n, heads, P, D]`` to ``[T, heads, D]``, without padding."""
+        flat = rows.transpose(1, 2).flatten(0, 1)
+        if self.begin is not None:
+            x[self.begin : self.begin + self.length] = flat
+        else:
+            x.index_copy_(0, self.tokens, flat.index_select(0, self.slots))
+
+
+def row_length(tokens: int) -> int:
+    """Return the length of a row for a sequence of so many tokens.
+
+    Example:
+        >>> [row_length(tokens) for tokens in (1, 129, 8192, 8193, 100_000)]
+        [128, 256, 8192, 8320, 100352]
+    """
+    power = 1 << (tokens - 1).bit_length()
+    if power <= LONG:
+        return max(SHORTEST, power)
+    step = power // 2 // STEPS
+    return -(-tokens // step) * step
+
+
+def _group(packed: PackedSeqLens, device: torch.device) -> tuple[_Group, ...]:
+    """Return the groups of a batch's sequences, by the length of their rows."""
+    begins = list(accumulate(packed.lengths, initial=0))
+    members = defaultdict(list)
+    for index, tokens in enumerate(packed.lengths):
+        members[row_length(tokens)].append(index)
+    groups = []
+    for length, indices in members.items():
+        begin = begins[indices[0]] if len(indices) == 1 and packed.lengths[indices[0]] == length else None
+        places = [torch.arange(begins[i], begins[i + 1]) for i in indices]
+        slots = [torch.arange(packed.lengths[i]) + row * length for row, i in enumerate(indices)]
+        none = torch.empty(0, dtype=torch.int64)
+        at, to = (send(none if begin is not None else torch.cat(parts), device) for parts in (places, slots))
+        groups.append(_Group(len(indices), length, begin, at, to))
+    return tuple(groups)
+
+
+class _Cudnn(torch.autograd.Function):
+    """The kernel's forward and backward on each group; saves the result and log-sum-exps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        groups: Sequence[_Group],
+        kept: tuple[AttentionStore, int] | None,
+    ) -> Tensor:
+        stored = None if kept is None else kept[0].load_attention()
+        if stored is None:
+            stored = [torch.empty_like(q)]
+            for group in groups:
+                rows, lse = kernel_forward(group.rows(q), group.rows(k), group.rows(v), scale)
+                group.put(rows, stored[0])
+                stored.append(lse)
+            if kept is not None:
+                kept[0].save_attention(stored, kept[1])
+        ctx.save_for_backward(q, k, v, *stored)
+        ctx.scale, ctx.groups = scale, groups
+        return stored[0]
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *lses = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        for group, lse in zip(ctx.groups, lses, strict=True):
+            qkv = [group.rows(x) for x in (q, k, v)]
+            parts = kernel_backward(group.rows(grad), qkv, group.rows(out), lse, ctx.scale)
+            for part, whole in zip(parts, gradients, strict=True):
+                group.put(part, whole)
+        return *gradients, None, None, None
+
+
+def kernel_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return causal attention ``[n, H, P, D]`` and its log-sum-exps, float32 ``[n, H, P, 1]``."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)
+    return out, lse
+
+
+def kernel_backward(
+    grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v from the gradient of ``out``."""
+    seed = torch.empty((), dtype=torch.int64, device=grad.device)  # of dropout, which there is none of
+    none = torch.empty(0, dtype=torch.int32, device=grad.device)
+    tokens = grad.shape[2]
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, *qkv, out, lse, seed, seed, None, none, none, tokens, tokens, 0.0, True, scale=scale
+    )
+    return gradients

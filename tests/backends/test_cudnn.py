@@ -1,0 +1,115 @@
+"""cuDNN's backend without a GPU: its rows, and how they come from packed tokens and go back. A formula stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, assert_exact, bounds, errors, measure, truth_of
+from torch import Tensor
+
+from fastpack.backends import cudnn
+from fastpack.backends.call import AttentionCall
+from fastpack.packing.seqlens import PackedSeqLens
+
+DOUBLE = torch.float64
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (scale * q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+
+
+def gradients(grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float) -> Sequence[Tensor]:
+    q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
+    with torch.enable_grad():
+        again, sums = formula(q, k, v, scale)
+    assert torch.equal(sums, lse)
+    assert torch.equal(again * (out != 0), out), "padding is zero"
+    return torch.autograd.grad(again, leaves, grad)
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Replace the kernel, and return the shapes ``[n, H, P, D]`` of the forwards that run."""
+    ran: list[tuple[int, ...]] = []
+
+    def forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        ran.append(tuple(q.shape))
+        return formula(q, *others)
+
+    monkeypatch.setattr(cudnn, "kernel_forward", forward)
+    monkeypatch.setattr(cudnn, "kernel_backward", gradients)
+    return ran
+
+
+@pytest.mark.parametrize("lengths", ["mixed", "long", "alone", "ones"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_exact(lengths: str, groups: int, shapes: list[tuple[int, ...]]) -> None:
+    assert_exact(cudnn.run, Case(lengths=lengths, groups=groups), DOUBLE)
+    assert shapes
+
+
+def test_padding_at_the_beginning_would_be_found(
+    shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: real tokens come last in their rows, and see the padding before them."""
+    case = Case()
+    build = cudnn._group
+
+    def shifted(packed: PackedSeqLens, device: torch.device) -> Sequence[cudnn._Group]:
+        groups = build(packed, device)
+        for group in groups:
+            group.slots.copy_(group.count * group.length - 1 - group.slots.flip(0))
+        return groups
+
+    monkeypatch.setattr(cudnn, "_group", shifted)
+    found = errors(measure(cudnn.run, case.make(DOUBLE)), truth_of(case, "cpu"))
+    assert found["out"] > 1e6 * bounds(case, DOUBLE, "cpu")["out"]
+
+
+def test_sequences_are_rows_of_few_lengths(shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length is rounded up, but for a sequence that fills its row, which is not copied."""
+    monkeypatch.setattr(cudnn, "SHORTEST", 8)
+    packed = PackedSeqLens.from_lengths([5, 16, 8, 3])
+    q, k, v = (torch.randn(32, 2, 8, dtype=DOUBLE, requires_grad=True) for _ in range(3))
+    cudnn.run(AttentionCall(q, k, v, packed, 0.3)).sum().backward()
+    assert sorted(shapes) == [(1, 2, 16, 8), (3, 2, 8, 8)]
+    (alone,) = (group for group in packed.memo(("cudnn", q.device), lambda: ()) if group.begin is not None)
+    assert alone.rows(q.detach()).untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 1000, 4096, 4097, 50_000, 131_072, 131_073, 400_001])
+def test_few_lengths_and_little_padding(tokens: int) -> None:
+    rows = cudnn.row_length(tokens)
+    assert tokens <= rows
+    assert rows % cudnn.SHORTEST == 0
+    if tokens > cudnn.LONG:
+        assert rows <= tokens * (1 + 1 / cudnn.STEPS) + 1
+    octave = {cudnn.row_length(n) for n in range(65_537, 131_073, 17)}
+    assert len(octave) == cudnn.STEPS
+
+
+def test_a_stored_result_is_not_computed_again(shapes: list[tuple[int, ...]]) -> None:
+    class Store:
+        def __init__(self) -> None:
+            self.kept: list[Tensor] = []
+
+        def save_attention(self, tensors: Sequence[Tensor], operations: int) -> None:
+            assert operations > 0
+            self.kept = [x.detach().clone() for x in tensors]
+
+        def load_attention(self) -> list[Tensor] | None:
+            return list(self.kept) or None
+
+    call = Case(lengths="mixed").make(DOUBLE)
+    store = Store()
+    want = measure(cudnn.run, call)
+    ran = len(shapes)
+    for _ in range(2):
+        again = measure(cudnn.run, AttentionCall(call.q, call.k, call.v, call.packed, call.scale, store=store))
+        assert max(errors(again, want).values()) < 1e-12
+    assert len(shapes) == 2 * ran, "the first of these two runs computes, the second loads"
