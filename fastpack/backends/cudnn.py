@@ -200,9 +200,8 @@ def kernel_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the gradient of ``out``."""
     seed = torch.empty((), dtype=torch.int64, device=grad.device)  # of dropout, which there is none of
-    none = torch.empty(0, dtype=torch.int32, device=grad.device)
     tokens = grad.shape[2]
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *qkv, out, lse, seed, seed, None, none, none, tokens, tokens, 0.0, True, scale=scale
+        grad, *qkv, out, lse, seed, seed, None, None, None, tokens, tokens, 0.0, True, scale=scale
     )
     return gradients
