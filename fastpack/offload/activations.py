@@ -42,6 +42,7 @@ KEEP = 2
 """The number of last layers whose activations stay on the device, since the backward needs them first."""
 IN_FLIGHT = 1
 """The largest number of layers whose activations are being copied to the host; the device waits for the oldest copy."""
+NO_HOST_MEMORY = "the host has no memory left"
 NO_GATED_MLP = "they have no gated MLP that runs as one op, or code other than transformers checkpoints them"
 
 
@@ -123,7 +124,7 @@ class ActivationOffload:
 
     Attributes:
         of_mlps: as above.
-        made_again: layers whose gate and up will be recomputed, by reason.
+        made_again: counts of layers by what will be recomputed, and why.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class ActivationOffload:
         self._layers_begun = self._layers_decided = 0
         self._gate_and_up, self._attention = _Sent(), _Sent()
         self._backward_started = False
-        self.made_again: Counter[str] = Counter()
+        self.made_again: Counter[tuple[str, str]] = Counter()
 
     def checkpoint(
         self, layer: nn.Module, function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
@@ -178,9 +179,11 @@ class ActivationOffload:
             why = "they are not contiguous"
         elif not is_offloaded(index, self._layers, copied_share(rates, tensors, x)):
             why = "there is no time to copy them"
+        elif not channel.pool.has_room([tensor.nbytes for tensor in tensors]):
+            why = NO_HOST_MEMORY
         else:
             return self._gate_and_up.send(channel, tensors)
-        self.made_again[why] += 1
+        self.made_again["gate and up", why] += 1
         return None
 
     def save_attention(
@@ -205,8 +208,15 @@ class ActivationOffload:
         rates = channel.link.rates(tensors[0].dtype)
         if rates is None or nbytes / rates.bytes > operations / (ATTENTION_RATE * rates.operations):
             return None
-        # without detach, the result, which is an op's output, would keep its own graph alive
-        return [x.detach() for x in tensors] if index >= self._layers - KEEP else self._attention.send(channel, tensors)
+        if index >= self._layers - KEEP:
+            # without detach, the result, which is an op's output, would keep its own graph alive
+            return [x.detach() for x in tensors]
+        # the inputs of the layers to come have some result's size, and go first: else they would stay on the device
+        to_come = [tensors[0].nbytes] * (self._layers - index)
+        if not channel.pool.has_room([*(tensor.nbytes for tensor in tensors), *to_come]):
+            self.made_again["attention", NO_HOST_MEMORY] += 1
+            return None
+        return self._attention.send(channel, tensors)
 
     def start_backward(self) -> None:
         """Start copying back the activations that the backward needs first, at its beginning."""
@@ -220,7 +230,7 @@ class ActivationOffload:
         self._attention.pending.finish()
         self._gate_and_up.pending.finish()
         if self.of_mlps and self._layers > self._layers_decided:
-            self.made_again[NO_GATED_MLP] += self._layers - self._layers_decided
+            self.made_again["gate and up", NO_GATED_MLP] += self._layers - self._layers_decided
 
     def clear(self) -> None:
         """Drop all references, so that only the autograd graph holds the activations."""

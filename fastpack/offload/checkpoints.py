@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack.offload.activations import ActivationOffload, slots_installed
+from fastpack.offload.activations import NO_HOST_MEMORY, ActivationOffload, slots_installed
 from fastpack.offload.saved import OffloadedTensor, SavedTensorHooks, UnmovedTensor
 from fastpack.offload.transfer import HostChannel, Link, connect_cuda
 from fastpack.utils.modules import decoder_layers
@@ -33,7 +33,8 @@ class OffloadStats:
         attention: layers whose attention was copied in these forwards.
         recorded: ``(tensors, products, attention)`` of the forward that was recorded last, which each of its replays
             copies again.
-        made_again: layers of the last forward whose gate and up are recomputed nevertheless, by reason.
+        left: layer inputs of the last forward that stay on the device, since the host had no memory for them.
+        made_again: counts of layers of the last forward by what is recomputed nevertheless, and why.
         idle: training forwards without offloading, by reason.
     """
 
@@ -42,7 +43,8 @@ class OffloadStats:
     products: int = 0
     attention: int = 0
     recorded: tuple[int, int, int] | None = None
-    made_again: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+    made_again: Counter[tuple[str, str]] = field(default_factory=Counter)
     idle: Counter[str] = field(default_factory=Counter)
 
 
@@ -114,7 +116,7 @@ class CheckpointOffload:
                 self.stats.tensors += hooks.sent
                 self.stats.products += products
                 self.stats.attention += attention
-            self.stats.made_again = activations.made_again
+            self.stats.left, self.stats.made_again = hooks.left, activations.made_again
             hooks.clear()
             activations.clear()
 
@@ -160,7 +162,8 @@ class CheckpointOffload:
             if stats.recorded is not None:
                 parts += [f"{self._counts_text(*stats.recorded)} of each recorded step wait"]
             parts[-1] += f" in {self.host_bytes / 2**30:.2f} GiB of host memory"
-            parts += [f"gate and up of {n} layers are recomputed: {why}" for why, n in stats.made_again.most_common()]
+            parts += [f"{stats.left} layer inputs stay on the device: {NO_HOST_MEMORY}"] if stats.left else []
+            parts += [f"{what} of {n} layers: recomputed, {why}" for (what, why), n in stats.made_again.most_common()]
         else:
             device = next(backbone.parameters()).device
             reason = None if device.type == "meta" else self.why_not(backbone, device)

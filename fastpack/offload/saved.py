@@ -42,13 +42,16 @@ class SavedStorage:
         """Return whether a tensor over the same storage still holds these contents."""
         return self._version == tensor._version
 
-    def send(self) -> None:
-        """Start the copy to the host."""
+    def send(self) -> bool:
+        """Start the copy to the host; return False if the host has no memory for it."""
         source = self._on_device()
         assert source is not None
+        if not self._channel.pool.has_room([source.nbytes]):
+            return False
         self._buffer = self._channel.pool.take(source.nbytes)
         host = self._buffer[: source.nbytes].view(source.dtype)
         self._host_copy = (host, self._channel.link.send(source, host, self._ready))
+        return True
 
     def release_device_memory(self) -> None:
         """Free the device memory for computation that runs after the copy to the host."""
@@ -182,6 +185,7 @@ class SavedTensorHooks:
 
     Attributes:
         sent: the number of tensors copied to the host.
+        left: the number of tensors that stay on the device, since the host had no memory for them.
     """
 
     def __init__(self, channel: Callable[[torch.device], HostChannel | None], min_bytes: int) -> None:
@@ -192,7 +196,7 @@ class SavedTensorHooks:
         # By the address of a storage. The address is not reused while a weak reference to the storage exists.
         self._saved_storages: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
         self._last: weakref.ref[SavedStorage] | None = None
-        self.sent = 0
+        self.sent = self.left = 0
 
     def pack(self, tensor: Tensor) -> OffloadedTensor | UnmovedTensor:
         """Return what autograd keeps in place of a saved tensor."""
@@ -233,9 +237,11 @@ class SavedTensorHooks:
         """Start copies to the host until only the tensors that stay on the device are left."""
         while len(self._unsent) > KEEP:
             contents = self._unsent.popleft()
-            contents.send()
-            self.sent += 1
-            self._pending.add(contents)
+            if contents.send():
+                self.sent += 1
+                self._pending.add(contents)
+            else:
+                self.left += 1
 
     def finish(self) -> None:
         """Free the device memory of everything that is still being copied to the host."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from fastpack.utils.host_memory import available_bytes
 
 SIDE, REPEATS = 4096, 5
 """The side of the square matrices that are copied and multiplied to measure a device, and the number of repetitions."""
@@ -32,6 +35,9 @@ class Link(Protocol):
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return uint8 ``[nbytes]`` on the host."""
+
+    def room(self) -> int:
+        """Return how many bytes the host can still give."""
 
     def record_event(self) -> Any:
         """Return an event at this point of the device's computation."""
@@ -65,8 +71,16 @@ class CudaLink:
         self._rates: dict[torch.dtype, Rates] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return uint8 ``[nbytes]`` in pinned memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        """Return uint8 ``[nbytes]`` in pinned memory of exactly this size; torch's own would be a power of two."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
+        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+        return buffer
+
+    def room(self) -> int:
+        """Return how many bytes the host can still give."""
+        return available_bytes()
 
     def record_event(self) -> torch.cuda.Event:
         """Return an event at this point of the current stream."""
@@ -145,8 +159,8 @@ class HostPool:
     since both belong to the same link. So the pool neither waits nor queries events, as torch's own cache of pinned
     memory has to.
 
-    Sizes are rounded up to powers of two, as that cache does anyway, so that batches of similar T share buffers. A free
-    buffer that is too small is replaced by a larger one: there are never more buffers than were in use at once.
+    Sizes are rounded up by a sixteenth at most, so that batches of similar T share buffers. A free buffer that is too
+    small is replaced by a larger one: there are never more buffers than were in use at once.
 
     Args:
         link: the link whose copies use the buffers.
@@ -176,14 +190,31 @@ class HostPool:
             del self._free[sizes.index(min(sizes))]
             self.count -= 1
             self.nbytes -= min(sizes)
-        buffer = self._link.allocate(1 << (nbytes - 1).bit_length())
+        buffer = self._link.allocate(_rounded(nbytes))
         self.count += 1
         self.nbytes += buffer.numel()
         return buffer
 
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        """Return whether there are free buffers of at least these sizes, or host memory for those that are missing."""
+        free = sorted(buffer.numel() for buffer in self._free)
+        missing = 0
+        for size in sorted(sizes, reverse=True):
+            at = bisect_left(free, size)
+            if at < len(free):
+                free.pop(at)
+            else:
+                missing += _rounded(size)
+        return not missing or missing <= self._link.room()
+
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, for the next copy to overwrite."""
         self._free.append(buffer)
+
+
+def _rounded(nbytes: int) -> int:
+    step = max(1, (1 << (nbytes - 1).bit_length()) // 16)
+    return -(-nbytes // step) * step
 
 
 class HostChannel:

@@ -87,12 +87,31 @@ def test_buffers_are_reused(reentrant: bool) -> None:
     """Steps of other lengths reuse buffers, with gradient accumulation and with a batch that needs larger buffers."""
     model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
     left = LAYERS + 1 - KEEP
-    for lengths, size in (((40, 24), 64), ((33,), 64), ((31, 32), 64), ((65,), 128), ((9,), 128), ((40, 24), 128)):
+    for lengths, size in (((40, 24), 64), ((33,), 64), ((31, 32), 64), ((65,), 72), ((9,), 72), ((40, 24), 72)):
         for seed in range(2):
             assert equal(gradients(model, lengths, seed), gradients(plain, lengths, seed))
         pool = channel(model).pool
         assert (pool.count, in_use(pool), pool.nbytes) == (left, 0, left * size * 32 * 4)
     assert channel(model).link.hazards == 0
+
+
+@pytest.mark.sample(1)
+@KINDS
+def test_what_the_host_has_no_memory_for_stays(reentrant: bool) -> None:
+    """The same gradients, in this step and in the next one, where free buffers count as room."""
+    model = offloaded(tiny(), reentrant=reentrant)
+    want = gradients(prepared(tiny(), None, reentrant=reentrant))
+    link = LateLink(torch.device("cpu"))
+    link.memory = 2 * 64 * 32 * 4
+    offload(model).connect = lambda device: link
+    for step in (1, 2):
+        assert equal(gradients(model), want)
+        stats = offload(model).stats
+        assert (stats.tensors, stats.left) == (2 * step, LAYERS + 1 - KEEP - 2)
+        assert sorted(link.did("copy_back")) == link.did("send")
+    assert channel(model).pool.nbytes == link.memory
+    note = f"{stats.left} layer inputs stay on the device: the host has no memory left"
+    assert note in fastpack.report(model).notes[-1]
 
 
 @pytest.mark.sample(1)

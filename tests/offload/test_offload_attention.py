@@ -28,6 +28,8 @@ import fastpack
 from fastpack.backends import triton_packed
 from fastpack.backends.call import AttentionCall
 from fastpack.offload import activations, saved
+from fastpack.offload.activations import ActivationOffload
+from fastpack.offload.transfer import HostChannel
 from fastpack.ops.kernels import attention
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -121,6 +123,22 @@ def test_computed_again(why: str, forwards: list[int], monkeypatch: pytest.Monke
     assert equal(gradients(model, LENGTHS), gradients(stock_of(), LENGTHS))
     assert len(forwards) == 4 * LAYERS
     assert offload(model).stats.attention == 0
+
+
+def test_layer_inputs_go_first() -> None:
+    """Attention is computed again where its result would take the host memory of inputs of layers to come."""
+    link = LateLink(torch.device("cpu"))
+    channel = HostChannel(link)
+    ours = ActivationOffload(lambda device: channel, LAYERS, 0, of_mlps=False)
+    out, lse = torch.zeros(16, 2, 8), torch.zeros(2, 16)
+    link.memory = 2 * (out.nbytes + lse.nbytes) + (LAYERS - 1) * out.nbytes
+    kept = []
+    for index in range(LAYERS):
+        kept.append(ours.save_attention(index, [out, lse], 2**40))
+        channel.pool.take(out.nbytes)  # the layer's input
+    assert [x is not None for x in kept] == [True, True, *[False] * (LAYERS - 2 - activations.KEEP), True, True]
+    assert ours.sent == (0, 2)
+    assert ours.made_again == {("attention", activations.NO_HOST_MEMORY): LAYERS - 2 - activations.KEEP}
 
 
 def test_operations() -> None:

@@ -22,16 +22,33 @@ pytestmark = pytest.mark.usefixtures("no_collection")
 def test_host_pool() -> None:
     pool = HostPool(LateLink(torch.device("cpu")))
     small, large = pool.take(100), pool.take(1000)
-    assert (small.numel(), large.numel(), in_use(pool)) == (128, 1024, 2)
+    assert (small.numel(), large.numel(), in_use(pool)) == (104, 1024, 2)
     for order in ((large, small), (small, large)):
         for buffer in order:
             pool.give(buffer)
-        assert pool.take(128) is small, "the smallest that will do"
-        assert pool.take(129) is large
+        assert pool.take(104) is small, "the smallest that will do"
+        assert pool.take(105) is large
     pool.give(small)
     larger = pool.take(5000)
-    assert (larger.numel(), pool.count, pool.nbytes) == (8192, 2, 8192 + 1024), "in place of one too small"
+    assert (larger.numel(), pool.count, pool.nbytes) == (5120, 2, 5120 + 1024), "in place of one too small"
     assert pool.take(1).numel() == 1
+
+
+def test_room_on_the_host() -> None:
+    """Free buffers count, each once, and the memory of those that are missing."""
+    link = LateLink(torch.device("cpu"))
+    pool = HostPool(link)
+    for buffer in [pool.take(100), pool.take(1000)]:
+        pool.give(buffer)
+    link.memory = sum(link.given)
+    assert pool.has_room([1000, 100])
+    assert pool.has_room([50, 1000])
+    assert not pool.has_room([1000, 105])
+    assert not pool.has_room([50, 50, 50])
+    link.memory += 51
+    assert not pool.has_room([50, 50, 50]), "52 bytes after rounding"
+    link.memory += 1
+    assert pool.has_room([50, 50, 50])
 
 
 @pytest.mark.sample(1)
