@@ -131,7 +131,7 @@ def test_layer_inputs_go_first() -> None:
     channel = HostChannel(link)
     ours = ActivationOffload(lambda device: channel, LAYERS, 0, of_mlps=False)
     out, lse = torch.zeros(16, 2, 8), torch.zeros(2, 16)
-    link.memory = 2 * (out.nbytes + lse.nbytes) + (LAYERS - 1) * out.nbytes
+    link.memory = 2 * (out.nbytes + lse.nbytes) + LAYERS * out.nbytes
     kept = []
     for index in range(LAYERS):
         kept.append(ours.save_attention(index, [out, lse], 2**40))
