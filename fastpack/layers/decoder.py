@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MlpSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.project import fast_forward, project_modules
+from fastpack.layers.read_projection import linear_sizes
 from fastpack.layers.runtime import Runtime
 from fastpack.offload import ACTIVATION_SLOT
 from fastpack.ops.autograd import as_row
+from fastpack.ops.linear.gated_mlp import bytes_per_token
 from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -129,9 +131,7 @@ def _run_mlp(
         out = (result[0] if isinstance(result, tuple) else result).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
     mlp_spec = fast.spec
-    fuses = (
-        spec.post_mlp is None and spec.residual_scale is None and not dropout and not drops(mlp, mlp_spec.out_dropout)
-    )
+    fuses = not dropout and _fuses_residual(mlp, spec, mlp_spec)
     need_output = not (fuses and _is_run_again(layer))
     slot = layer.__dict__.get(ACTIVATION_SLOT)
     store = slot if slot is not None and slot.of_mlps else None
@@ -148,6 +148,32 @@ def _run_mlp(
         row_count=count,
     )
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
+
+
+def _fuses_residual(mlp: nn.Module, spec: DecoderSpec, mlp_spec: MlpSpec) -> bool:
+    """Return whether nothing comes between an MLP's last projection and the residual addition."""
+    return spec.post_mlp is None and spec.residual_scale is None and not drops(mlp, mlp_spec.out_dropout)
+
+
+def tile_tokens(layer: nn.Module) -> int | None:
+    """Return the tokens of a tile, or None for a layer whose MLP never runs in tiles.
+
+    It runs in tiles where a batch has more than twice as many tokens. The number is right for a layer that computes in
+    the dtype of its weights.
+    """
+    patched = fast_forward(layer, decoder_forward)
+    if patched is None or not getattr(layer, "gradient_checkpointing", False) or checkpointing(layer) != "plain":
+        return None
+    mlp = getattr(layer, patched.spec.mlp)
+    fast = fast_forward(mlp, mlp_forward)
+    if fast is None or not _fuses_residual(mlp, patched.spec, fast.spec):
+        return None
+    if any(isinstance(module, nn.Dropout) and module.p for module in mlp.modules()):
+        return None  # LoRA's: a tile that is computed again would drop others
+    down = getattr(mlp, fast.spec.down)
+    sizes = linear_sizes(getattr(down, "base_layer", down))
+    floats = (weight for weight in layer.parameters() if weight.is_floating_point())
+    return None if sizes is None else TILE_BYTES // bytes_per_token(sizes[0], next(floats).dtype)
 
 
 def _added(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from torch import nn
 
+from fastpack.layers.decoder import tile_tokens
 from fastpack.layers.liger import count_unknown
 from fastpack.layers.read_projection import count_opaque, count_projections, not_isolated
 from fastpack.layers.rope_tables import unserved
@@ -46,6 +48,7 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         notes += (budget.describe(),)
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
+    notes += _notes_on_tiles(backbone)
     projections = count_projections(backbone)
     if any(isinstance(change, Attribute) and change.name == QUANTIZER for change in state.changes):
         notes += ("transformers' quantizer says that MXFP4 can't be trained: while patched, this model's says it can",)
@@ -71,6 +74,15 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         as_modules=count_opaque(backbone) if _PROJECTING & planned.swapped.keys() else {},
         skipped=skipped,
         notes=notes,
+    )
+
+
+def _notes_on_tiles(backbone: nn.Module) -> tuple[str, ...]:
+    """Return a note on checkpointed layers whose MLPs run in tiles of tokens."""
+    found = Counter(filter(None, map(tile_tokens, backbone.modules())))
+    return tuple(
+        f"MLPs of {layers} layers run in tiles of some {tokens:,} tokens in batches of more than {2 * tokens:,}"
+        for tokens, layers in found.items()
     )
 
 

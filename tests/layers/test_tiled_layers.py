@@ -63,6 +63,10 @@ def test_tiled(lora: bool, offload: Any, sizes: list[int], monkeypatch: pytest.M
     assert sizes == [256, 256, 128] * 2 * LAYERS, "once in the forward, and once for the backward"
     assert ours.keys() == want.keys()
     assert max(relative(ours[name], want[name]) for name in want) <= 1e-5
+    note = f"MLPs of {LAYERS} layers run in tiles of some 256 tokens in batches of more than 512"
+    assert note in fastpack.report(model).notes
+    model.gradient_checkpointing_disable()
+    assert not any("tiles" in note for note in fastpack.report(model).notes)
 
 
 @pytest.mark.parametrize("why", ["no checkpointing", "reentrant", "evaluation", "kept"])

@@ -124,11 +124,16 @@ def tile_rows(tokens: int, size: int, dtype: torch.dtype, tile_bytes: int) -> in
     Args:
         tokens: T.
         size: I.
-        dtype: the dtype of ``[T, I]`` tensors, of which four are needed at a time: gate, up, and two gradients.
+        dtype: the dtype of ``[T, I]`` tensors.
         tile_bytes: the bytes of these tensors in a tile.
     """
-    tiles = math.ceil(4 * tokens * size * dtype.itemsize / tile_bytes)
+    tiles = math.ceil(tokens * bytes_per_token(size, dtype) / tile_bytes)
     return tokens if tiles <= 2 else _ROWS * math.ceil(tokens / tiles / _ROWS)
+
+
+def bytes_per_token(size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the ``[T, I]`` tensors that are needed at a time: gate, up, and two gradients."""
+    return 4 * size * dtype.itemsize
 
 
 class _GatedMlp(torch.autograd.Function):
