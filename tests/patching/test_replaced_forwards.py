@@ -132,10 +132,10 @@ def test_attention_on_an_instance_is_refused(family: str) -> None:
 
 
 def test_nothing_is_named_where_nothing_was_replaced() -> None:
-    for family in ("llama", "stablelm", "bamba"):
+    for family in ("llama", "stablelm", "mamba"):
         report = fastpack.report(fastpack.patch(build_tiny(family)))
         assert report.skipped == ()
-        assert report.tier == {"llama": "fast", "stablelm": "varlen", "bamba": "re-padded mixer"}[family]
+        assert report.tier == {"llama": "fast", "stablelm": "varlen", "mamba": "re-padded mixer"}[family]
 
 
 @pytest.mark.parametrize("family", ["llama", "stablelm"])

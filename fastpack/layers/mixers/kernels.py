@@ -1,11 +1,11 @@
-"""Kernels that mix packed tokens and know boundaries: flash-linear-attention, mamba-ssm, causal-conv1d.
+"""Kernels that mix packed tokens and know boundaries: flash-linear-attention, mamba-ssm, causal-conv1d, our own.
 
 Shape suffixes: T tokens, C channels, W taps, H heads, G groups of heads (H if each head is its own group), K size of a
 key or of a state, V size of a value.
 
-Each kernel takes one row ``[1, T, ...]`` and the boundaries of its sequences: ``cu_seqlens`` or ``seq_idx``. The
-recurrences need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with errors of 1e-3.
-The convolution has a definition in plain torch, which runs anywhere.
+Each kernel takes one row ``[1, T, ...]`` and the boundaries of its sequences: ``cu_seqlens`` or ``seq_idx``. Those of
+other packages need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with errors of 1e-3.
+Our own run anywhere: they have a definition in plain torch.
 
 Signatures: flash-linear-attention 0.6 (``fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py``,
 ``fla/modules/causal_conv1d/ops.py``), mamba-ssm 2.2 (``mamba_ssm/ops/triton/ssd_combined.py``), causal-conv1d 1.5
@@ -25,11 +25,12 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.errors import PatchError
+from fastpack.ops.short_conv import short_conv
+from fastpack.ops.ssd import CHUNK
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.compile import cached_constant
 from fastpack.utils.tensors import send
@@ -57,11 +58,8 @@ class Kernel:
 
 
 def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why no installed kernel computes this op on packed tokens of this device and dtype, or None.
-
-    ``conv`` is never rejected: :func:`packed_conv` has a definition in plain torch.
-    """
-    if op == "conv" or _serving(op, device, dtype) is not None:
+    """Return why no kernel computes this op on packed tokens of this device and dtype, or None."""
+    if _serving(op, device, dtype) is not None:
         return None
     why = [(kernel.package, kernel.why_not(device)) for kernel in KERNELS[op]]
     if any(reason is None for _, reason in why):
@@ -86,9 +84,12 @@ def packed_conv(
 
     ``out[t] = activation(bias + sum_j weight[W - 1 - j] x[t - j])`` over the tokens of ``t``'s own sequence.
     """
+    if activation not in (None, "silu", "swish"):
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[activation](packed_conv(packed, x_1CT, weight_CW, bias_C))
     kernel = _serving("conv", x_1CT.device, x_1CT.dtype)
-    if kernel is None or activation not in (None, "silu", "swish"):
-        return _conv_torch(packed, x_1CT, weight_CW, bias_C, activation)
+    assert kernel is not None, "our own serves everything"
     return kernel.run(_function(kernel.module, kernel.name), packed, x_1CT, weight_CW, bias_C, activation)
 
 
@@ -190,34 +191,33 @@ def _run_conv_cuda(
     function: Function, packed: PackedSeqLens, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     if weight.shape[1] not in (2, 3, 4) or x.shape[1] % 8:
-        return _conv_torch(packed, x, weight, bias, activation)
+        return _run_conv(short_conv, packed, x, weight, bias, activation)
     # with seq_idx, the kernel needs the channels of a token to be contiguous
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
     return function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed), activation=activation)
 
 
-def _conv_torch(
-    packed: PackedSeqLens, x_1CT: Tensor, weight_CW: Tensor, bias: Tensor | None, activation: str | None
+def _run_conv(
+    function: Function, packed: PackedSeqLens, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Convolve with torch's own kernel and W - 1 zeros before each sequence."""
-    taps = weight_CW.shape[-1]
-    slots = packed.memo(("conv", taps, x_1CT.device), lambda: _slots(packed, taps, x_1CT.device))
-    spread = x_1CT.new_zeros(1, packed.total_tokens + (taps - 1) * packed.num_sequences, x_1CT.shape[1])
-    spread = spread.index_copy(1, slots, x_1CT.transpose(1, 2))
-    out = F.conv1d(spread.transpose(1, 2).to(weight_CW.dtype), weight_CW.unsqueeze(1), bias, groups=weight_CW.shape[0])
-    out = out.index_select(2, slots - (taps - 1))
-    if activation is not None:
-        from transformers.activations import ACT2FN
-
-        out = ACT2FN[activation](out)
-    return out.to(x_1CT.dtype)
+    activation = None if activation is None else "silu"
+    out: Tensor = function(x[0].t(), weight, bias, packed.to(x.device).cu_seqlens, activation=activation)
+    return out.t()[None]
 
 
-def _slots(packed: PackedSeqLens, taps: int, device: torch.device) -> Tensor:
-    """Return each token's position, int64 ``[T]``, when W - 1 zeros precede each sequence."""
-    lengths = torch.tensor(packed.lengths)
-    gaps = (torch.arange(len(lengths)) + 1) * (taps - 1)
-    return send(torch.arange(int(lengths.sum())) + gaps.repeat_interleave(lengths), device)
+def _run_ssd(
+    function: Function,
+    packed: PackedSeqLens,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    chunk_size: int,
+) -> Tensor:
+    out: Tensor = function(x[0], dt[0], A, B[0].to(x.dtype), C[0].to(x.dtype), packed.to(x.device).chunks(CHUNK))
+    return _with_skip(out[None], x, D)
 
 
 def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) -> dict[str, Tensor]:
@@ -252,13 +252,14 @@ def _hopper_rejects(device: torch.device) -> str | None:
     return f"has wrong gradients on Hopper with Triton {triton.__version__} (3.7.1 fixes it)"
 
 
-_FLA = "flash-linear-attention"
+_FLA, _OWN = "flash-linear-attention", "fastpack"
 
 KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "conv": (
         Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", _run_conv_cuda),
         Kernel(_FLA, "fla.modules.causal_conv1d", "causal_conv1d", _run_conv_fla),
         Kernel(_FLA, "fla.modules.convolution", "causal_conv1d", _run_conv_fla),  # before 0.5
+        Kernel(_OWN, "fastpack.ops.short_conv", "short_conv", _run_conv),
     ),
     "gated_delta": (
         Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_run_delta, False), _hopper_rejects),
@@ -269,6 +270,7 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),
         Kernel(_FLA, "fla.ops.simple_gla", "chunk_simple_gla", partial(_run_linear_attention, False), _hopper_rejects),
         Kernel(_FLA, "fla.ops.gla", "chunk_gla", partial(_run_linear_attention, True)),
+        Kernel(_OWN, "fastpack.ops.ssd", "ssd", _run_ssd),
     ),
 }
 """The kernels for each op, in order of preference."""
@@ -278,9 +280,10 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
 
 
 def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    serving = (kernel for kernel in KERNELS[op] if kernel.why_not(device) is None)
     if _device_rejects(device, dtype) is not None:
-        return None
-    return next((kernel for kernel in KERNELS[op] if kernel.why_not(device) is None), None)
+        serving = (kernel for kernel in serving if kernel.package == _OWN)
+    return next(serving, None)
 
 
 def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -14,6 +14,7 @@ import fake_mixers
 import pytest
 import torch
 from fake_mixers import Calls, conv_torch, install
+from op_checks import count_calls
 from text_models import text_model
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.forward import mixer_tier
 from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence
+from fastpack.ops import short_conv as conv_op
+from fastpack.ops import ssd as ssd_op
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
 BOUND = 1e-4
@@ -40,7 +43,8 @@ COVERED = {
 for _name in COVERED:  # transformers looks for kernels when it imports these: not while there are stand-ins
     importlib.import_module(FAMILIES[_name].module)
 WITH_SCAN = [name for name, scan in COVERED.items() if scan != "conv"]
-SOME = ("qwen3_next", "bamba", "kimi_linear")
+OWN = [name for name, scan in COVERED.items() if scan in ("ssd", "conv")]
+SOME = ("qwen3_next", "kimi_linear")
 
 Kernels = Callable[..., Calls]
 
@@ -188,6 +192,27 @@ def test_boundaries_that_are_dropped_are_caught(model_type: str, kernels: Kernel
     kernels("fla", leaky=True)
     fastpack.patch(model)
     assert error(run_packed(model), alone) > LEAKS
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("model_type", OWN)
+def test_exact_with_nothing_installed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own scan and convolution run anywhere, in float32, too."""
+    model = build_tiny(model_type).train()
+    alone = run_alone(model)
+    scans, convs = (count_calls(monkeypatch, op, name) for op, name in ((ssd_op, "ssd"), (conv_op, "short_conv")))
+    fastpack.patch(model)
+    report, count = fastpack.report(model), len(mixers_of(model, model_type))
+    assert report.swapped["packed mixer"] == count
+    assert report.unpadded == 1
+    assert "mixers: fastpack on packed tokens" in report.notes
+    assert error(run_packed(model), alone) <= BOUND
+    assert len(convs) == count, "once a layer"
+    assert len(scans) == (count if COVERED[model_type] == "ssd" else 0)
+    assert all(args[0].shape[0] == sum(LENGTHS) for args in (*scans, *convs)), "with all tokens"
+
+    monkeypatch.setattr(conv_op, "_positions", lambda cu_seqlens, tokens: torch.arange(tokens))
+    assert error(run_packed(model), alone) > LEAKS, "a convolution that crosses boundaries"
 
 
 @pytest.mark.parametrize("model_type", SOME)

@@ -1,0 +1,97 @@
+"""Mamba-2's scan (state space duality) of packed sequences, chunk by chunk.
+
+Definition (Dao & Gu, "Transformers are SSMs", arXiv:2405.21060), for each head and the tokens t of one sequence, with
+h a state ``[K, V]`` that is zero before the first token:
+
+    h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]^T,  y[t] = C[t]^T h[t]
+
+In chunks (their section 6), with a_i = A dt_i, ``L[i, j] = exp(a_{j+1} + ... + a_i)`` for j <= i, and h the state
+before a chunk:
+
+    y[i] = sum over j <= i of L[i, j] (C[i] B[j]) dt[j] x[j]  +  exp(a_1 + ... + a_i) C[i]^T h
+    h'   = exp(a_1 + ... + a_last) h + sum over j of L[last, j] dt[j] B[j] x[j]^T
+
+A and dt are such that no a_i is positive, so that no exponential here overflows.
+
+Shape suffixes: T tokens, N sequences, M chunks, L tokens of a chunk, H heads, G groups of R = H / G heads that share B
+and C, K state size, V head size.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.chunks import Chunks
+from fastpack.ops.implementation import Implementation
+
+CHUNK = 64
+"""The tokens of a chunk. A longer one needs fewer states, but more work inside."""
+
+
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunks: Chunks, *, implementation: Implementation = "auto"
+) -> Tensor:
+    """Run the scan in each sequence by itself.
+
+    Args:
+        x: ``[T, H, V]``.
+        dt: float32 ``[T, H]``, at least 0 (after bias, softplus and limits).
+        A: ``[H]``, at most 0.
+        B: ``[T, G, K]``, where G divides H.
+        C: ``[T, G, K]``.
+        chunks: the chunks of the sequences, of any size.
+        implementation: see :data:`fastpack.ops.implementation.Implementation`.
+
+    Returns:
+        ``[T, H, V]`` in float32, or in float64 if x is.
+    """
+    return _scan(x, dt, A, B, C, chunks)
+
+
+def _scan(x_THV: Tensor, dt_TH: Tensor, A_H: Tensor, B_TGK: Tensor, C_TGK: Tensor, chunks: Chunks) -> Tensor:
+    """Compute :func:`ssd` by the formulas above."""
+    dtype = torch.promote_types(x_THV.dtype, torch.float32)
+    groups = B_TGK.shape[1]
+    # a missing token at the end of a chunk has dt = 0: it adds nothing, and nothing decays
+    dt, x, B, C = (chunks.gather(y.to(dtype)) for y in (dt_TH, x_THV, B_TGK, C_TGK))
+    u_MLGRV = (x * dt[..., None]).unflatten(2, (groups, -1))
+    a_MGRL = (A_H.to(dtype) * dt).unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
+    decay_MGRLL = _decays(a_MGRL)
+
+    score_MGLL = torch.einsum("migk,mjgk->mgij", C, B)
+    y_MLGRV = torch.einsum("mgrij,mjgrv->migrv", decay_MGRLL * score_MGLL[:, :, None], u_MLGRV)
+
+    new_MGRKV = torch.einsum("mjgk,mjgrv->mgrkv", B, u_MLGRV * decay_MGRLL[..., -1, :].permute(0, 3, 1, 2)[..., None])
+    from_start_MGRL = a_MGRL.cumsum(-1).exp()
+    before_MGRKV = _states_before(new_MGRKV, from_start_MGRL[..., -1], chunks)
+    y_MLGRV = y_MLGRV + torch.einsum("migk,mgrkv,mgri->migrv", C, before_MGRKV, from_start_MGRL)
+    return chunks.scatter(y_MLGRV.flatten(2, 3), len(x_THV))
+
+
+def _decays(a: Tensor) -> Tensor:
+    """Return ``L[..., i, j]``, 0 where j > i. Each sum is taken by itself: a difference of two sums would cancel."""
+    size = a.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=a.device).tril(-1)
+    sums = torch.where(later, a[..., :, None], 0).cumsum(-2)
+    return torch.where(later.T, -torch.inf, sums).exp()
+
+
+def _states_before(new_MGRKV: Tensor, decay_MGR: Tensor, chunks: Chunks) -> Tensor:
+    """Return the state before each chunk from what each chunk adds to it, and its decay over the chunk.
+
+    Each step takes one chunk of all sequences that have so many. The sequences with the most chunks come first.
+    """
+    order_N = chunks.cu_chunks.diff().argsort(descending=True)
+    first_N, counts = chunks.cu_chunks[order_N], chunks.cu_chunks.diff()[order_N].tolist()
+    state = new_MGRKV.new_zeros(len(counts), *new_MGRKV.shape[1:])
+    steps: list[tuple[Tensor, Tensor]] = []
+    for step in range(counts[0]):
+        active = sum(1 for _ in takewhile(lambda count, step=step: count > step, counts))  # type: ignore[misc]
+        chunk, state = first_N[:active] + step, state[:active]
+        steps.append((chunk, state))
+        state = decay_MGR[chunk][..., None, None] * state + new_MGRKV[chunk]
+    chunk, before = (torch.cat(parts) for parts in zip(*steps, strict=True))
+    return torch.zeros_like(new_MGRKV).index_copy(0, chunk.long(), before)
