@@ -43,6 +43,9 @@ from fastpack.testing.worker import IMAGE_BOUND, IMAGES
 from fastpack.trainers.supported import ABSENT, TRL_TRIED, trainer_rows, trainers_markdown
 from fastpack.utils.classes import stock_class
 
+_PACKED_EVERYWHERE = {"conv", "gated_delta", "kda"}
+"""What needs no optional kernel to run on packed tokens."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table of families or of trainers, or the results of a sweep, and return the exit code.
@@ -103,8 +106,9 @@ def family_rows() -> list[dict[str, str]]:
 
 
 def _tier(family: Family) -> str:
-    """Return a family's tier without optional kernels; mixers that are only a convolution run packed everywhere."""
-    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.tier)
+    """Return a family's tier without optional kernels."""
+    scans = {spec.scan for spec in family.mixers.values()}
+    return "varlen" if scans and scans <= _PACKED_EVERYWHERE else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
@@ -135,7 +139,7 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     for tier, what in WORDS.items():
         console.print(f"[bold]{tier}[/bold]: {what}")
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
-    recurrent = sorted(name for name, kinds in scans.items() if kinds - {"conv"} and None not in kinds)
+    recurrent = sorted(name for name, kinds in scans.items() if kinds - _PACKED_EVERYWHERE and None not in kinds)
     console.print(
         f"{', '.join(recurrent)}: varlen too on a GPU if flash-linear-attention or mamba-ssm is installed, since "
         "their kernels run the recurrence packed."

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
+from fastpack.ops.chunks import Chunks
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.padding import Padding
@@ -168,6 +169,21 @@ class PackedSeqLens:
                 self._memo[key] = build()
         value: Value = self._memo[key]
         return value
+
+    def chunks(self, size: int) -> Chunks:
+        """Return the sequences cut into chunks of ``size`` tokens, for recurrences; computed once for this batch.
+
+        In a CUDA graph, whose next batch has other lengths, there are as many chunks as any batch of T tokens may need.
+        """
+
+        def build() -> Chunks:
+            if self.row_count is None:
+                counts = [-(-length // size) for length in self.lengths]
+                return Chunks.of(self.cu_seqlens, size, sum(counts), max(counts))
+            most = self.total_tokens // size + self.cu_seqlens.numel() - 1
+            return Chunks.of(self.cu_seqlens, size, most, -(-self.max_seqlen // size))
+
+        return self.memo(("chunks", size), build)
 
     @cached_property
     def whole(self) -> PackedSeqLens:

@@ -1,11 +1,11 @@
-"""Kernels that mix packed tokens and know boundaries: flash-linear-attention, mamba-ssm, causal-conv1d.
+"""Kernels that mix packed tokens and know boundaries: flash-linear-attention, mamba-ssm, causal-conv1d, our own.
 
 Shape suffixes: T tokens, C channels, W taps, H heads, G groups of heads (H if each head is its own group), K size of a
 key or of a state, V size of a value.
 
 Each kernel takes one row ``[1, T, ...]`` and the boundaries of its sequences: ``cu_seqlens`` or ``seq_idx``. The
-recurrences need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with errors of 1e-3.
-The convolution has a definition in plain torch, which runs anywhere.
+recurrences of other packages need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with
+errors of 1e-3. The convolution and the delta rules have definitions in plain torch, which run anywhere.
 
 Signatures: flash-linear-attention 0.6 (``fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py``,
 ``fla/modules/causal_conv1d/ops.py``), mamba-ssm 2.2 (``mamba_ssm/ops/triton/ssd_combined.py``), causal-conv1d 1.5
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.errors import PatchError
+from fastpack.ops.delta_rule import CHUNK_SIZE
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.compile import cached_constant
 from fastpack.utils.tensors import send
@@ -49,6 +50,8 @@ class Kernel:
     """Calls the function; its arguments are the function, the packing, and the op's arguments."""
     rejects: Callable[[torch.device], str | None] = lambda device: None
     """Returns why the kernel can't serve on this GPU, or None."""
+    everywhere: bool = False
+    """Whether it serves on every device and in every dtype."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Return why the kernel can't serve on this device (it may not be installed), or None."""
@@ -59,7 +62,7 @@ class Kernel:
 def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no installed kernel computes this op on packed tokens of this device and dtype, or None.
 
-    ``conv`` is never rejected: :func:`packed_conv` has a definition in plain torch.
+    ``conv``, ``gated_delta`` and ``kda`` are never rejected: they have definitions in plain torch.
     """
     if op == "conv" or _serving(op, device, dtype) is not None:
         return None
@@ -132,6 +135,20 @@ def _run_delta(
     return function(
         q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalised, **_offsets(function, packed, q.device)
     )[0]
+
+
+def _run_own_delta(
+    function: Function,
+    packed: PackedSeqLens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    normalised: bool,
+) -> Tensor:
+    inputs = (x.squeeze(0) for x in (q, k, v, g, beta))
+    return function(*inputs, packed.chunks(CHUNK_SIZE), normalised=normalised).unsqueeze(0)
 
 
 def _run_linear_attention(
@@ -253,6 +270,7 @@ def _hopper_rejects(device: torch.device) -> str | None:
 
 
 _FLA = "flash-linear-attention"
+_OWN_DELTA = Kernel("fastpack", "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta, everywhere=True)
 
 KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "conv": (
@@ -263,8 +281,9 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "gated_delta": (
         Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_run_delta, False), _hopper_rejects),
         Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, True)),
+        _OWN_DELTA,
     ),
-    "kda": (Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)),),
+    "kda": (Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)), _OWN_DELTA),
     "ssd": (
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),
         Kernel(_FLA, "fla.ops.simple_gla", "chunk_simple_gla", partial(_run_linear_attention, False), _hopper_rejects),
@@ -278,9 +297,10 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
 
 
 def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    if _device_rejects(device, dtype) is not None:
-        return None
-    return next((kernel for kernel in KERNELS[op] if kernel.why_not(device) is None), None)
+    installed = _device_rejects(device, dtype) is None
+    return next(
+        (kernel for kernel in KERNELS[op] if kernel.everywhere or (installed and kernel.why_not(device) is None)), None
+    )
 
 
 def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
