@@ -22,10 +22,10 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_exact(model: nn.Module, alone: Any) -> None:
+def check_exact(model: nn.Module, alone: Any, bound: float = FLOAT32_BOUND) -> None:
     for kind in ("padded left", "TRL's keywords"):
         error = compare(run_batch(model, make_sequences(VOCAB), kind), alone)
-        assert error.worst <= FLOAT32_BOUND, error
+        assert error.worst <= bound, error
 
 
 def written_in(module: str, function: Any) -> FunctionType:

@@ -9,6 +9,8 @@ These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts 
   MLP or of its experts, and with LoRA on it the matmul with its B. Experts are weighted behind that matmul; a weight's
   gradient is the product of the matmul's input and of that input's gradient, which the backward computes anyway.
 
+Recurrences and convolutions between tokens are not counted.
+
 For rows with images, the image tower is counted too, where each patch of an image sees all of its patches.
 
 DPO's reference adds a forward, without adapters, and distillation's teacher adds its own; both heads are needed for
@@ -79,7 +81,7 @@ def teacher_flops(shape: str, lengths: Sequence[int], predicted: int) -> int:
     with torch.device("meta"):
         model: Any = auto_class(shape).from_config(config).requires_grad_(False)
     head = 2 * config.hidden_size * config.vocab_size
-    return flops_of(read_flops(model), lengths) - head * (sum(lengths) - predicted)
+    return flops_of(read_flops(model, recurrences=False), lengths) - head * (sum(lengths) - predicted)
 
 
 def needed_flops(settings: RunSettings) -> int:
@@ -90,13 +92,13 @@ def needed_flops(settings: RunSettings) -> int:
         model: Any = auto_class(settings.shape).from_config(composite)
     lengths = [length for batch in settings.timed_batches() for length in batch]
     tokens = sum(lengths)
-    reference = flops_of(read_flops(model.requires_grad_(False)), lengths)
+    reference = flops_of(read_flops(model.requires_grad_(False), recurrences=False), lengths)
     model = model.requires_grad_(True) if settings.mode == "full" else with_lora(model, lora_config(settings))
     timed = slice(settings.warmup * settings.rows, None)
     grids = settings.grids()[timed]
     grids = [grid for grid in grids for _ in range(settings.branches)]
-    needed = flops_of(read_flops(model), lengths) + tower_flops(model, grids)
-    forward = flops_of(read_flops(model.requires_grad_(False)), lengths)
+    needed = flops_of(read_flops(model, recurrences=False), lengths) + tower_flops(model, grids)
+    forward = flops_of(read_flops(model.requires_grad_(False), recurrences=False), lengths)
     head = 2 * config.hidden_size * config.vocab_size
     predicted = sum(settings.text_lengths()[timed]) if grids else tokens - len(lengths)
     if settings.trainer in ROLLOUTS:

@@ -19,6 +19,8 @@ from fastpack.ops.mxfp4 import quantize_mxfp4
 LORA_RANK = 16
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 """The linear layers of attention and of a dense MLP."""
+MIXERS = {"qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
+"""The linear layers of modules that mix tokens without attention, by model type."""
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """The stacks of experts."""
 
@@ -129,7 +131,8 @@ def _loaded(model: Any, weights: dict[str, torch.Tensor], how: Any) -> Any:
 
 def linear_layers(settings: RunSettings) -> list[str]:
     """Return the names of a shape's linear layers except the head; its experts are plain parameters."""
-    return [*ATTENTION] if has_experts(settings.shape) else [*ATTENTION, *MLP]
+    mixers = MIXERS.get(make_config(settings.shape).model_type, ())
+    return [*ATTENTION, *mixers, *(() if has_experts(settings.shape) else MLP)]
 
 
 def lora_config(settings: RunSettings) -> Any:

@@ -103,8 +103,9 @@ def family_rows() -> list[dict[str, str]]:
 
 
 def _tier(family: Family) -> str:
-    """Return a family's tier without optional kernels; mixers that are only a convolution run packed everywhere."""
-    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.tier)
+    """Return a family's tier; its mixers run on packed tokens if all of them are recurrences or convolutions."""
+    scans = {spec.scan for spec in family.mixers.values()}
+    return "varlen" if scans and None not in scans else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
@@ -134,12 +135,6 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     console.print(table)
     for tier, what in WORDS.items():
         console.print(f"[bold]{tier}[/bold]: {what}")
-    scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
-    recurrent = sorted(name for name, kinds in scans.items() if kinds - {"conv"} and None not in kinds)
-    console.print(
-        f"{', '.join(recurrent)}: varlen too on a GPU if flash-linear-attention or mamba-ssm is installed, since "
-        "their kernels run the recurrence packed."
-    )
     console.print("fastpack verify MODEL shows the tier that a model gets here, and proves the model exact.")
 
 

@@ -171,13 +171,16 @@ class PackedSeqLens:
         return value
 
     def chunks(self, size: int) -> Chunks:
-        """Return the sequences' chunks of ``size`` tokens, for recurrences; cut once for this batch."""
+        """Return the sequences cut into chunks of ``size`` tokens, for recurrences; computed once for this batch.
+
+        In a CUDA graph, whose next batch has other lengths, there are as many chunks as any batch of T tokens may need.
+        """
 
         def build() -> Chunks:
             if self.row_count is None:
                 counts = [-(-length // size) for length in self.lengths]
                 return Chunks.of(self.cu_seqlens, size, sum(counts), max(counts))
-            most = self.total_tokens // size + len(self.cu_seqlens) - 1  # a graph is replayed with other lengths
+            most = self.total_tokens // size + self.cu_seqlens.numel() - 1
             return Chunks.of(self.cu_seqlens, size, most, -(-self.max_seqlen // size))
 
         return self.memo(("chunks", size), build)

@@ -43,8 +43,8 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     if spec.scan is not None:
         from fastpack.layers.mixers.packed import packed_forward, packed_rejects  # the import loads torch's compiler
 
-        device, dtype = _computed_in(_hidden(args, kwargs))
-        if packed_rejects(module, spec, patched.earlier, device, dtype) is None:
+        if packed_rejects(module, spec, patched.earlier) is None:
+            dtype = _computed_in(_hidden(args, kwargs))
             return packed_forward(module, spec, packed, dtype, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
@@ -83,7 +83,7 @@ class _Carried:
 
 
 def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
-    """Return ``varlen`` if a batch of the module's own device and dtype will run on packed tokens."""
+    """Return ``varlen`` for a module that runs on packed tokens."""
     return "varlen" if _why_rows(module, spec) is None else "re-padded mixer"
 
 
@@ -91,24 +91,21 @@ def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
     """Return notes for the report: the kernels that run packed tokens, or why none runs. Empty if no kernel exists."""
     if spec.scan is None:
         return []
-    device, dtype = _placed(module)
     why = _why_rows(module, spec)
-    if why is None:
-        ops = dict.fromkeys(mixer_kernels.names(op, device, dtype) for op in ("conv", spec.scan))
-        return [f"mixers: {', '.join(ops)} on packed tokens"]
-    if dtype == torch.float32 and _why_rows(module, spec, torch.bfloat16) is None:
-        return ["mixers: on rows while these float32 weights are not under autocast (bf16=True or fp16=True)"]
-    return [f"mixers: on rows: {why}"]
+    if why is not None:
+        return [f"mixers: on rows: {why}"]
+    device, dtype = _placed(module)
+    ops = dict.fromkeys(mixer_kernels.names(op, device, dtype) for op in ("conv", spec.scan))
+    return [f"mixers: {', '.join(ops)} on packed tokens"]
 
 
-def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = None) -> str | None:
-    """Return why a module runs on rows for this dtype (by default its own), or None if it runs on packed tokens."""
+def _why_rows(module: nn.Module, spec: MixerSpec) -> str | None:
+    """Return why a module runs on rows, or None if it runs on packed tokens."""
     if spec.scan is None:
         return "no kernel knows boundaries"
     from fastpack.layers.mixers.packed import packed_rejects
 
-    device, own = _placed(module)
-    return packed_rejects(module, spec, _replaced(module), device, dtype or own)
+    return packed_rejects(module, spec, _replaced(module))
 
 
 def _replaced(module: nn.Module) -> Forward | None:
@@ -134,10 +131,10 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and not is_mask_placeholder(x))
 
 
-def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Return the device of a batch, and the dtype in which its projections compute."""
+def _computed_in(hidden: Tensor) -> torch.dtype:
+    """Return the dtype in which a batch's projections compute."""
     kind = hidden.device.type
-    return hidden.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _argument(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
-from fastpack.errors import PatchError
+from fastpack.ops.delta_rule import CHUNK_SIZE
 from fastpack.ops.short_conv import short_conv
 from fastpack.ops.ssd import CHUNK
 from fastpack.packing.seqlens import PackedSeqLens
@@ -57,20 +57,9 @@ class Kernel:
         return absent if absent is not None or device.type != "cuda" else self.rejects(device)
 
 
-def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why no kernel computes this op on packed tokens of this device and dtype, or None."""
-    if _serving(op, device, dtype) is not None:
-        return None
-    why = [(kernel.package, kernel.why_not(device)) for kernel in KERNELS[op]]
-    if any(reason is None for _, reason in why):
-        return _device_rejects(device, dtype)
-    return " and ".join(dict.fromkeys(f"{package} {reason}" for package, reason in why))
-
-
 def names(op: Op, device: torch.device, dtype: torch.dtype) -> str:
     """Return the name of the package that computes an op, for reports."""
-    kernel = _serving(op, device, dtype)
-    return "torch" if kernel is None else kernel.package
+    return _serving(op, device, dtype).package
 
 
 def packed_conv(
@@ -89,7 +78,6 @@ def packed_conv(
 
         return ACT2FN[activation](packed_conv(packed, x_1CT, weight_CW, bias_C))
     kernel = _serving("conv", x_1CT.device, x_1CT.dtype)
-    assert kernel is not None, "our own serves everything"
     return kernel.run(_function(kernel.module, kernel.name), packed, x_1CT, weight_CW, bias_C, activation)
 
 
@@ -105,10 +93,6 @@ def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) 
       or float32.
     """
     kernel = _serving(op, first.device, first.dtype)
-    if kernel is None:  # the check before the forward knew only the expected dtype of the projections
-        raise PatchError(
-            f"no kernel for packed {op} of {first.dtype} on {first.device}: {rejects(op, first.device, first.dtype)}"
-        )
     return kernel.run(_function(kernel.module, kernel.name), packed, first, *rest)
 
 
@@ -133,6 +117,20 @@ def _run_delta(
     return function(
         q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalised, **_offsets(function, packed, q.device)
     )[0]
+
+
+def _run_own_delta(
+    function: Function,
+    packed: PackedSeqLens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    normalised: bool,
+) -> Tensor:
+    inputs = (x.squeeze(0) for x in (q, k, v, g, beta))
+    return function(*inputs, packed.chunks(CHUNK_SIZE), normalised=normalised).unsqueeze(0)
 
 
 def _run_linear_attention(
@@ -264,8 +262,12 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "gated_delta": (
         Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_run_delta, False), _hopper_rejects),
         Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, True)),
+        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta),
     ),
-    "kda": (Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)),),
+    "kda": (
+        Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)),
+        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta),
+    ),
     "ssd": (
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),
         Kernel(_FLA, "fla.ops.simple_gla", "chunk_simple_gla", partial(_run_linear_attention, False), _hopper_rejects),
@@ -273,27 +275,21 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
         Kernel(_OWN, "fastpack.ops.ssd", "ssd", _run_ssd),
     ),
 }
-"""The kernels for each op, in order of preference."""
+"""The kernels for each op, in order of preference; the last one serves everywhere."""
 
 
 # The installed kernels, and the ops that they serve.
 
 
-def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    serving = (kernel for kernel in KERNELS[op] if kernel.why_not(device) is None)
-    if _device_rejects(device, dtype) is not None:
-        serving = (kernel for kernel in serving if kernel.package == _OWN)
-    return next(serving, None)
+def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel:
+    *others, ours = KERNELS[op]
+    others = others if _others_serve(device, dtype) else []
+    return next((kernel for kernel in others if kernel.why_not(device) is None), ours)
 
 
-def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return f"kernels need a CUDA device, not {device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "kernels need an Ampere or newer GPU"
-    if dtype not in HALF_DTYPES:
-        return f"kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    return None
+def _others_serve(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether other packages' kernels run on this device and in this dtype."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and dtype in HALF_DTYPES
 
 
 @cached_constant

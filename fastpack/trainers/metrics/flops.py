@@ -52,10 +52,15 @@ class ModelFlops:
         return self.per_token * tokens + sum(a * b for a, b in zip(self.per_pair.values(), pairs, strict=True))
 
 
-def read_flops(model: nn.Module) -> ModelFlops:
+def read_flops(model: nn.Module, *, recurrences: bool = True) -> ModelFlops:
     """Return the operations of a transformers model, plain or wrapped by PEFT.
 
     The operations depend on the parameters that train now and on the active adapters.
+
+    Args:
+        model: the model.
+        recurrences: False to leave out recurrences and convolutions between tokens, for which there are no formulas;
+            the result is then less than a model with some needs.
 
     Raises:
         UnsupportedModelError: the model is not one of transformers, or fastpack has no formula for a part of it.
@@ -63,7 +68,9 @@ def read_flops(model: nn.Module) -> ModelFlops:
     parts = find_parts(model)
     backbone = parts.backbone
     family = family_of(backbone)
-    if family is None or family.tier not in _KNOWN_TIERS or family.uncounted:
+    mixers = () if family is None else [spec.scan for spec in family.mixers.values()]
+    left_out = not recurrences and mixers and None not in mixers
+    if family is None or not (family.tier in _KNOWN_TIERS or left_out) or family.uncounted:
         raise UnsupportedModelError(f"there is no formula for everything that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())
@@ -102,7 +109,7 @@ def linear_flops(block: nn.Module, config: ConfigLike, *, input_grad: bool, leav
 def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> Iterator[tuple[int, bool]]:
     """Yield inputs x outputs of each weight that multiplies a token, and whether the weight trains."""
     name = type(module).__name__
-    if id(module) in leave or isinstance(module, nn.Embedding) or "Norm" in name:
+    if id(module) in leave or isinstance(module, nn.Embedding | nn.Conv1d) or "Norm" in name:
         return
     if hasattr(module, "original_module"):  # PEFT's wrapper, which also has copies that train
         copies = getattr(module, "modules_to_save", {})

@@ -26,6 +26,7 @@ from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.forward import mixer_tier
 from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence
+from fastpack.ops import delta_rule as delta_op
 from fastpack.ops import short_conv as conv_op
 from fastpack.ops import ssd as ssd_op
 
@@ -43,8 +44,6 @@ COVERED = {
 for _name in COVERED:  # transformers looks for kernels when it imports these: not while there are stand-ins
     importlib.import_module(FAMILIES[_name].module)
 WITH_SCAN = [name for name, scan in COVERED.items() if scan != "conv"]
-OWN = [name for name, scan in COVERED.items() if scan in ("ssd", "conv")]
-SOME = ("qwen3_next", "kimi_linear")
 
 Kernels = Callable[..., Calls]
 
@@ -71,7 +70,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         calls = Calls(leaky)
         for package in packages:
             install(monkeypatch, getattr(fake_mixers, package)(calls))
-        monkeypatch.setattr(mixer_kernels, "_device_rejects", lambda device, dtype: None)
+        monkeypatch.setattr(mixer_kernels, "_others_serve", lambda device, dtype: True)
         return calls
 
     return installed
@@ -195,12 +194,13 @@ def test_boundaries_that_are_dropped_are_caught(model_type: str, kernels: Kernel
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("model_type", OWN)
+@pytest.mark.parametrize("model_type", COVERED)
 def test_exact_with_nothing_installed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own scan and convolution run anywhere, in float32, too."""
+    """Our own recurrences and convolution run anywhere, in float32, too."""
     model = build_tiny(model_type).train()
     alone = run_alone(model)
-    scans, convs = (count_calls(monkeypatch, op, name) for op, name in ((ssd_op, "ssd"), (conv_op, "short_conv")))
+    ops = ((ssd_op, "ssd"), (delta_op, "gated_delta_rule"), (conv_op, "short_conv"))
+    *scans, convs = (count_calls(monkeypatch, op, name) for op, name in ops)
     fastpack.patch(model)
     report, count = fastpack.report(model), len(mixers_of(model, model_type))
     assert report.swapped["packed mixer"] == count
@@ -208,23 +208,13 @@ def test_exact_with_nothing_installed(model_type: str, monkeypatch: pytest.Monke
     assert "mixers: fastpack on packed tokens" in report.notes
     assert error(run_packed(model), alone) <= BOUND
     assert len(convs) == count, "once a layer"
-    assert len(scans) == (count if COVERED[model_type] == "ssd" else 0)
-    assert all(args[0].shape[0] == sum(LENGTHS) for args in (*scans, *convs)), "with all tokens"
+    assert [len(calls) for calls in scans] == [
+        count * (COVERED[model_type] in kinds) for kinds in (("ssd",), ("gated_delta", "kda"))
+    ]
+    assert all(args[0].shape[0] == sum(LENGTHS) for calls in (*scans, convs) for args in calls), "with all tokens"
 
     monkeypatch.setattr(conv_op, "_positions", lambda cu_seqlens, tokens: torch.arange(tokens))
     assert error(run_packed(model), alone) > LEAKS, "a convolution that crosses boundaries"
-
-
-@pytest.mark.parametrize("model_type", SOME)
-def test_on_rows_without_kernels(model_type: str) -> None:
-    model = build_tiny(model_type).train()
-    alone = run_alone(model)
-    fastpack.patch(model)
-    report = fastpack.report(model)
-    assert report.tier == "re-padded mixer"
-    assert "packed mixer" not in report.swapped
-    assert any("on rows: " in note and "flash-linear-attention is not installed" in note for note in report.notes)
-    assert error(run_packed(model), alone) <= BOUND
 
 
 def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,24 +225,23 @@ def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyP
     fastpack.unpatch(model)
     assert not installed.made, "planning runs nothing"
 
-    monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
-    fastpack.patch(model)
-    assert fastpack.report(model).tier == "re-padded mixer"
-    assert "on rows while these float32 weights are not under autocast" in " ".join(fastpack.report(model).notes)
-    assert mixer_tier(mixers_of(model, "qwen3_next")[0], MixerSpec()) == "re-padded mixer"
+    monkeypatch.setattr(mixer_kernels, "_others_serve", in_halves)
+    model = fastpack.patch(build_tiny("bamba"))
+    assert "mixers: fastpack on packed tokens" in fastpack.report(model).notes
+    assert mixer_tier(mixers_of(model, "bamba")[0], MixerSpec()) == "re-padded mixer"
 
 
-def rejects_float32(device: torch.device, dtype: torch.dtype) -> str | None:
-    return "not in float32" if dtype == torch.float32 else None
+def in_halves(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype != torch.float32
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "falcon_h1"])  # without experts, whose routing flips
 def test_what_computes_is_asked_at_each_batch(
     model_type: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A float32 model runs on rows; under autocast it runs on packed tokens, as exact as the stock model there."""
+    """A float32 model doesn't use installed kernels; under autocast it does, as exact as the stock model there."""
     calls = kernels("fla")
-    monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
+    monkeypatch.setattr(mixer_kernels, "_others_serve", in_halves)
     model = build_tiny(model_type).train()
     wide = run_alone(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -269,7 +258,7 @@ def test_what_computes_is_asked_at_each_batch(
 def test_a_float32_buffer_does_not_widen_what_kernels_get(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens in Falcon-H1 if only weights are cast down: its multipliers are a buffer."""
     calls = kernels("fla")
-    monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
+    monkeypatch.setattr(mixer_kernels, "_others_serve", in_halves)
     model = build_tiny("falcon_h1").train()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -339,13 +328,9 @@ def test_the_report_follows_a_model_that_moves(kernels: Kernels, monkeypatch: py
     kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next"))
     assert fastpack.report(model).tier == "varlen"
-    monkeypatch.setattr(mixer_kernels, "rejects", lambda *_: "it is somewhere else now")
-    report = fastpack.report(model)
-    assert report.tier == "re-padded mixer"
-    assert report.unpadded is not None
-    assert report.unpadded < 1
-    assert "packed mixer" not in report.swapped
-    assert any("somewhere else" in note for note in report.notes)
+    assert "mixers: flash-linear-attention on packed tokens" in fastpack.report(model).notes
+    monkeypatch.setattr(mixer_kernels, "_others_serve", lambda device, dtype: False)
+    assert "mixers: fastpack on packed tokens" in fastpack.report(model).notes
 
 
 def test_copies_come_back_patched(kernels: Kernels) -> None:

@@ -156,12 +156,12 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences run alone: on a GPU in bf16, relative to bf16's own error; interpreted in float32."""
     op: Any = name
     if not GPU:
-        monkeypatch.setattr(mixer_kernels, "_device_rejects", lambda device, dtype: None)
+        monkeypatch.setattr(mixer_kernels, "_others_serve", lambda device, dtype: True)
         autotuner: Any = importlib.import_module("triton.runtime.autotuner")
         monkeypatch.setattr(autotuner.Autotuner, "_bench", lambda *_, **__: [0.0] * 3)  # nothing to be timed there
     dtype = torch.bfloat16 if GPU else torch.float32
-    if mixer_kernels.names(op, DEVICE, dtype) == "torch":
-        pytest.skip(f"NO KERNEL HERE: {mixer_kernels.rejects(op, DEVICE, dtype) or 'torch serves the convolution'}")
+    if not GPU and mixer_kernels.names(op, DEVICE, dtype) == "fastpack":
+        pytest.skip("NO OTHER KERNEL HERE: ours has tests of its own")
     ours, alone, inputs = globals()[name](PackedSeqLens.from_lengths(LENGTHS, device=DEVICE))
     wide = pass_through(alone, inputs)
     arguments = [x if i in KEPT_WIDE[name] else x.to(dtype) for i, x in enumerate(inputs)]
@@ -215,7 +215,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [LAYERS - 1],
     },
 }
-SCAN: dict[str, Any] = {"qwen3_next": "gated_delta", "bamba": "ssd"}
 FALLBACKS = {
     "qwen3_next": ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"),
     "bamba": ("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined", "causal_conv1d_fn"),
@@ -254,11 +253,8 @@ def dropping(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("on_rows", [True, False], ids=["on rows", "packed"])
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_layers_at_real_sizes(model_type: str, on_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    why = mixer_kernels.rejects(SCAN[model_type], DEVICE, torch.bfloat16)
-    if not on_rows and why is not None:
-        pytest.skip(f"NO KERNEL HERE: {why}")
     if on_rows:
-        monkeypatch.setattr(mixer_kernels, "rejects", lambda *_: "rows were asked for")
+        monkeypatch.setattr(packed_mixer, "packed_rejects", lambda *_: "rows were asked for")
         over_torch(model_type, monkeypatch)
     sequences = make_sequences(VOCAB, LENGTHS)
     with monkeypatch.context() as stock, warnings.catch_warnings():

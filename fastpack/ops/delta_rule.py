@@ -1,0 +1,127 @@
+"""The gated delta rule on packed tokens, with a decay per head or per key channel.
+
+Per head, with a state S ``[K, V]`` that is zero before each sequence (Yang et al., "Gated Delta Networks",
+arXiv:2412.06464, eq. 10; with a decay per channel, Kimi Delta Attention: arXiv:2510.26692, eq. 1):
+
+    S' = exp(g_t) S_{t-1}
+    S_t = S' + beta_t k_t (v_t - S'^T k_t)^T
+    o_t = K ** -0.5 S_t^T q_t
+
+Within a chunk all tokens are computed at once (the WY form: Yang et al., arXiv:2406.06484, section 3.2). With G the
+sums of g from the chunk's start, and S the state there:
+
+    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)   for j < i, else 0
+    [w, u] = (I + A)^-1 [beta k exp(G), beta v]
+    n = u - w S
+    P_ij = sum_c q_ic k_jc exp(G_ic - G_jc)          for j <= i, else 0
+    o = K ** -0.5 ((q exp(G)) S + P n)
+    next S = exp(G_last) S + (k exp(G_last - G))^T n
+
+Only exponents of 0 or less are ever raised, so nothing overflows, however strong the decay.
+
+Shape suffixes: T tokens, M chunks, C tokens of a chunk, H heads of values, K size of a key, V size of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.chunks import Chunks
+
+CHUNK_SIZE = 64
+"""C, for callers that have no reason for another."""
+EPS = 1e-6
+"""Added to the squared length of queries and keys that are normalised."""
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, *, normalised: bool
+) -> Tensor:
+    """Run the gated delta rule in each sequence by itself.
+
+    Args:
+        q: ``[T, heads, K]``. Each head of q and k serves H / heads neighbouring heads of v.
+        k: ``[T, heads, K]``.
+        v: ``[T, H, V]``.
+        g: ``[T, H]``, the logarithm of the decay, at most 0; or ``[T, H, K]``, one for each channel of a key.
+        beta: ``[T, H]``, the rate.
+        chunks: the chunks of the sequences. C is a power of two.
+        normalised: whether q and k are first divided by their lengths.
+
+    Returns:
+        ``[T, H, V]`` in v's dtype, computed in float32, or in float64 if v is in float64.
+    """
+    return _definition(q, k, v, g, beta, chunks, normalised)
+
+
+def _definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, normalised: bool) -> Tensor:
+    wide = torch.promote_types(v.dtype, torch.float32)
+    size, group = k.shape[2], v.shape[1] // k.shape[1]
+    order, counts = _steps(chunks)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = (_unit(x.to(wide)) if normalised else x.to(wide) for x in (q, k))
+        q, k = (x.repeat_interleave(group, 1) for x in (q * size**-0.5, k))
+        g = g.unsqueeze(-1) if g.ndim == 2 else g
+        q, k, v_MHCV, g, beta = (
+            chunks.gather(x.to(wide))[order].transpose(1, 2) for x in (q, k, v, g, beta.unsqueeze(-1))
+        )
+        sums = g.cumsum(2)  # of zeros after a chunk's end, so the last one is always the sum of all
+        last = sums[:, :, -1:]
+        A, P = _decayed_products(torch.stack([beta * k, q]), k, sums)
+        rates = torch.cat([beta * k * sums.exp(), beta * v_MHCV], -1)
+        solved = torch.linalg.solve_triangular(A.tril(-1), rates, upper=False, unitriangular=True)
+        w, u = solved.split([size, v.shape[2]], -1)
+        by_step = (x.split(counts) for x in (q * sums.exp(), k * (last - sums).exp(), last.exp().mT, w, u, P))
+        state = u.new_zeros(counts[0], v.shape[1], size, v.shape[2])
+        results = []
+        for q_n, k_n, kept_n, w_n, u_n, P_n in zip(*by_step, strict=True):
+            state = state[: len(u_n)]
+            new = u_n - w_n @ state
+            results.append(q_n @ state + P_n @ new)
+            state = kept_n * state + k_n.mT @ new
+        out = torch.cat(results)[order.argsort()].transpose(1, 2)
+        return chunks.scatter(out, len(v)).to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
+
+
+def _steps(chunks: Chunks) -> tuple[Tensor, list[int]]:
+    """Return the real chunks in the order of a loop over all sequences at once, and how many chunks each step has.
+
+    Step n has the n-th chunk of each sequence, those of the sequences with most chunks first. So the sequences of a
+    step are the first ones of the step before. It waits for the device.
+    """
+    counts, longest_first = chunks.cu_chunks.diff().sort(descending=True, stable=True)
+    step = torch.arange(int(counts[0]), device=counts.device)[:, None]
+    exists = step < counts
+    return (chunks.cu_chunks[longest_first] + step)[exists], exists.sum(1).tolist()
+
+
+def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """Return ``sum_c x_ic y_jc exp(sums_ic - sums_jc)`` for j <= i, else 0: ``[..., C, C]``.
+
+    With a decay per channel, blocks on the diagonal double in size. Rows of a block's second half see columns of its
+    first half past the middle: the decay up to the middle goes to the columns, the decay from there on to the rows.
+
+    Args:
+        x: ``[..., C, K]``.
+        y: ``[..., C, K]``.
+        sums: ``[..., C, 1]`` or ``[..., C, K]``, which never rise from one token to the next.
+    """
+    C = y.shape[-2]
+    if sums.shape[-1] == 1:
+        later = torch.ones(C, C, dtype=torch.bool, device=y.device).triu(1)
+        return x @ y.mT * (sums - sums.mT).masked_fill(later, -torch.inf).exp()
+    blocks = (x * y).sum(-1)[..., None, None]
+    while blocks.shape[-3] > 1:
+        half = blocks.shape[-1]
+        (_, x_rows), (y_columns, _), (before, after) = (z.unflatten(-2, (-1, 2, half)).unbind(-3) for z in (x, y, sums))
+        middle = before[..., -1:, :]
+        below = (x_rows * (after - middle).exp()) @ (y_columns * (middle - before).exp()).mT
+        first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat([first, torch.zeros_like(first)], -1)
+        blocks = torch.cat([upper, torch.cat([below, second], -1)], -2)
+    return blocks[..., 0, :, :]
