@@ -33,6 +33,7 @@ from fastpack.families.lock import proved as locked
 from fastpack.families.registry import FAMILIES, family_named
 from fastpack.families.source import UNREADABLE
 from fastpack.families.spec import Family
+from fastpack.layers.mixers.kernels import SERVED_ANYWHERE
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.match import settle
 from fastpack.patching.recognise import recognise
@@ -103,8 +104,9 @@ def family_rows() -> list[dict[str, str]]:
 
 
 def _tier(family: Family) -> str:
-    """Return a family's tier without optional kernels; mixers that are only a convolution run packed everywhere."""
-    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.tier)
+    """Return a family's tier without optional kernels."""
+    scans = {spec.scan for spec in family.mixers.values()}
+    return "varlen" if scans and scans <= SERVED_ANYWHERE else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
@@ -135,9 +137,9 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     for tier, what in WORDS.items():
         console.print(f"[bold]{tier}[/bold]: {what}")
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
-    recurrent = sorted(name for name, kinds in scans.items() if kinds - {"conv"} and None not in kinds)
+    recurrent = sorted(name for name, kinds in scans.items() if kinds - SERVED_ANYWHERE and None not in kinds)
     console.print(
-        f"{', '.join(recurrent)}: varlen too on a GPU if flash-linear-attention or mamba-ssm is installed, since "
+        f"{', '.join(recurrent)}: varlen too on a GPU if flash-linear-attention is installed, since "
         "their kernels run the recurrence packed."
     )
     console.print("fastpack verify MODEL shows the tier that a model gets here, and proves the model exact.")

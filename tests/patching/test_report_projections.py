@@ -85,7 +85,7 @@ def test_they_are_called_and_exact(adapted: bool) -> None:
     assert report.as_modules.get("under LoRA, a HQQLinear", 0) == 4 * adapted
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "qwen3_next", "gpt2"])
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "gpt2"])
 @pytest.mark.parametrize("name", ["HQQLinear", "EetqLinear", "BitLinear"])
 def test_they_count_in_the_share_without_padding(model_type: str, name: str) -> None:
     plain, other = build_tiny(model_type), with_linears(build_tiny(model_type), MAKE[name])

@@ -68,7 +68,7 @@ def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def names(op: Op, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the package that computes an op, for reports."""
+    """Return the name of the package that computes an op, or "torch" if none does, for reports."""
     kernel = _serving(op, device, dtype)
     return "torch" if kernel is None else kernel.package
 
@@ -274,6 +274,9 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
     ),
 }
 """The kernels for each op, in order of preference."""
+
+SERVED_ANYWHERE = {op for op, kernels in KERNELS.items() if any(kernel.package == _OWN for kernel in kernels)}
+"""The ops that run on packed tokens on every device, in every dtype, whatever is installed."""
 
 
 # The installed kernels, and the ops that they serve.
