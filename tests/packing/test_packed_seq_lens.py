@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from packing_cases import LENGTHS, check, read, trl
 from torch import Tensor
 
 from fastpack.ops.loss import IGNORE_INDEX
+from fastpack.ops.row_count import RowCount
 from fastpack.packing.inputs import read_packing
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -168,3 +170,15 @@ def test_reading_a_batch_waits_for_the_gpu_once() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert packed.lengths == LENGTHS
+
+
+def test_chunks_have_room_for_replays_of_a_graph() -> None:
+    """Outside of graphs their number is exact; a graph is replayed with other lengths of the same bucket."""
+    packed = PackedSeqLens.from_lengths([5, 1, 9])
+    chunks = packed.chunks(4)
+    assert (len(chunks.begin), chunks.longest) == (2 + 1 + 3, 3)
+    assert packed.chunks(4) is chunks, "cut once"
+    assert len(packed.chunks(8).begin) == 1 + 1 + 2
+    recorded = replace(packed, row_count=RowCount(torch.tensor([15], dtype=torch.int32), 15), _memo={}).chunks(4)
+    assert (len(recorded.begin), recorded.longest) == (15 // 4 + 3, 3)
+    assert torch.equal(recorded.cu_chunks, chunks.cu_chunks)
