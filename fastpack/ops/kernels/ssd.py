@@ -8,8 +8,8 @@ Formulas in :mod:`fastpack.ops.ssd`. Three launches:
    registers, and is written before each chunk. The backward uses the same kernel in reverse.
 3. Results. A program takes one chunk of one head.
 
-Products take operands in the inputs' dtype and add up in float32, as is everything else. In float32, products have
-full precision (no TF32). Offsets of tokens are int64.
+Products take operands in the inputs' dtype and add up in float32, as is everything else. In float32, products are of
+three TF32 products each. Offsets of tokens are int64.
 
 Shape suffixes: T tokens, N sequences, M chunks, L tokens of a chunk, H heads, G groups of R heads, K state size, V head
 size.
@@ -27,6 +27,7 @@ from torch import Tensor
 from fastpack.ops.chunks import Chunks
 from fastpack.ops.kernels.launch import early, on_device, stages_that_fit, wait_for_inputs
 from fastpack.ops.kernels.ssd_parts import (
+    PRECISION,
     decays_between,
     decays_to_end,
     load_per_token,
@@ -103,7 +104,7 @@ def _states_kernel(
         right = load_rows(RIGHT + head * right_head, token, valid, right_token, v, V)
         store_state(STATES, state, first + at, head, k, v, HEADS, K, V)
         right = (right.to(tl.float32) * factor[:, None]).to(left.dtype)
-        state = tl.dot(tl.trans(left), right, state * whole, input_precision="ieee")
+        state = tl.dot(tl.trans(left), right, state * whole, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -127,12 +128,12 @@ def _results_kernel(
         b = load_rows(B + head // RATIO * b_group, token, valid, b_token, k, K)
         c = load_rows(C + head // RATIO * c_group, token, valid, c_token, k, K)
         before = load_state(BEFORE, chunk, head, k, v, HEADS, K, V)
-        score = tl.dot(c, tl.trans(b), score, input_precision="ieee")
-        out = tl.dot(c, before, out, input_precision="ieee")
+        score = tl.dot(c, tl.trans(b), score, input_precision=PRECISION)
+        out = tl.dot(c, before, out, input_precision=PRECISION)
     x = load_rows(X + head * x_head, token, valid, x_token, v, V)
     dt = load_per_token(DT, token, valid, head, HEADS)
     weight = score * decays_between(high, low, valid, L) * dt[None, :]
-    out = tl.dot(weight.to(x.dtype), x, out * tl.exp(high)[:, None], input_precision="ieee")
+    out = tl.dot(weight.to(x.dtype), x, out * tl.exp(high)[:, None], input_precision=PRECISION)
     store_rows(OUT + head * V, out, token, valid, HEADS * V, v, V)
 
 
@@ -175,12 +176,12 @@ class Inputs:
         most = 32 if self.x.dtype == torch.float32 else 64
         return {"BLOCK_K": block(self.B.shape[2], most), "BLOCK_V": block(self.x.shape[2], MAX_HEAD)}
 
-    def options(self, streamed: int) -> dict[str, int]:
-        """Return the tile, the warps, and as many stages as fit if each loads ``streamed`` bytes and a few vectors."""
+    def options(self, streamed: int, warps: int) -> dict[str, int]:
+        """Return the tile, the warps (8 for a wide V), and as many stages as fit if each loads ``streamed`` bytes and a few vectors."""
         size, rows, wide = self.x.element_size(), self.chunks.size, self.tile["BLOCK_V"]
         resident = rows * (4 * rows + (4 + 2 * size) * wide)  # measured by compiling: this is enough without stages
         more = stages_that_fit(self.x.device, 2, resident, streamed + 32 * rows)
-        return {**self.tile, "num_stages": 1 + more, "num_warps": 4 if wide <= 64 else 8}
+        return {**self.tile, "num_stages": 1 + more, "num_warps": warps if wide <= 64 else 8}
 
     def new_states(self) -> Tensor:
         """Allocate a state for each chunk, ``[M, H, K, V]`` in x's dtype, as products take it."""
@@ -204,7 +205,7 @@ def forward(inputs: Inputs) -> Tensor:
     before = states(inputs, sums)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     k, v = inputs.tile.values()
-    options = inputs.options(x.element_size() * k * (2 * chunks.size + v))
+    options = inputs.options(x.element_size() * k * (2 * chunks.size + v), warps=4)
     with on_device(x):
         _results_kernel[(len(chunks.begin) * x.shape[1],)](
             *(x, inputs.dt, sums, inputs.B, inputs.C, before, out, chunks.begin, chunks.end, len(x)),

@@ -33,6 +33,7 @@ from torch import Tensor
 from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
 from fastpack.ops.kernels.ssd import Inputs, columns, states, sums_of_decays
 from fastpack.ops.kernels.ssd_parts import (
+    PRECISION,
     decays_between,
     decays_to_end,
     load_per_token,
@@ -44,6 +45,8 @@ from fastpack.ops.kernels.ssd_parts import (
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
+WARPS = 8
+"""With half as many, registers spill."""
 WAVES = 4
 """Programs per multiprocessor, for dB and dC, above which none of them share a group's heads."""
 
@@ -73,9 +76,9 @@ def _heads_kernel(
         c = load_rows(C + head // RATIO * c_group, token, valid, c_token, k, K)
         before = load_state(BEFORE, chunk, head, k, v, HEADS, K, V)
         after = load_state(AFTER, chunk, head, k, v, HEADS, K, V)
-        score = tl.dot(c, tl.trans(b), score, input_precision="ieee")
-        read = tl.dot(c, before, read, input_precision="ieee")
-        du = tl.dot(b, after, du, input_precision="ieee")
+        score = tl.dot(c, tl.trans(b), score, input_precision=PRECISION)
+        read = tl.dot(c, before, read, input_precision=PRECISION)
+        du = tl.dot(b, after, du, input_precision=PRECISION)
         passed += tl.sum(before.to(tl.float32) * after.to(tl.float32), 0)
 
     high, low = load_sums(SUMS, token, valid, head, tokens, HEADS)
@@ -87,10 +90,10 @@ def _heads_kernel(
     du *= to_end[:, None]
     kept = dt * tl.sum(x.to(tl.float32) * du, 1)
     read_sum = tl.exp(high) * tl.sum(grad.to(tl.float32) * read, 1)
-    du = tl.dot(tl.trans(score.to(x.dtype)), grad, du, input_precision="ieee")
+    du = tl.dot(tl.trans(score.to(x.dtype)), grad, du, input_precision=PRECISION)
 
     i = tl.arange(0, L)
-    pairs = score * tl.dot(grad, tl.trans(x), input_precision="ieee") * dt[None, :]
+    pairs = score * tl.dot(grad, tl.trans(x), input_precision=PRECISION) * dt[None, :]
     from_k_on = tl.cumsum(pairs, 0, reverse=True) + kept[None, :]
     da = tl.sum(tl.where(i[None, :] < i[:, None], from_k_on, 0.0), 1)
     da += tl.cumsum(read_sum, 0, reverse=True) + whole * tl.sum(passed, 0)
@@ -133,17 +136,17 @@ def _groups_kernel(
         grad = load_rows(GRAD + head * grad_head, token, valid, grad_token, v, V)
         before = load_state(BEFORE, chunk, head, k, v, HEADS, K, V)
         after = load_state(AFTER, chunk, head, k, v, HEADS, K, V)
-        product = tl.dot(grad.to(x.dtype), tl.trans(x), input_precision="ieee")
+        product = tl.dot(grad.to(x.dtype), tl.trans(x), input_precision=PRECISION)
         pairs += product * decays_between(high, low, valid, L) * dt[None, :]
         grad = (grad.to(tl.float32) * tl.exp(high)[:, None]).to(x.dtype)
-        dc = tl.dot(grad, tl.trans(before), dc, input_precision="ieee")
+        dc = tl.dot(grad, tl.trans(before), dc, input_precision=PRECISION)
         x = (x.to(tl.float32) * (to_end * dt)[:, None]).to(x.dtype)
-        db = tl.dot(x, tl.trans(after), db, input_precision="ieee")
+        db = tl.dot(x, tl.trans(after), db, input_precision=PRECISION)
     b = load_rows(B + group * b_group, token, valid, b_token, k, K)
     c = load_rows(C + group * c_group, token, valid, c_token, k, K)
     pairs = pairs.to(b.dtype)
-    dc = tl.dot(pairs, b, dc, input_precision="ieee")
-    db = tl.dot(tl.trans(pairs), c, db, input_precision="ieee")
+    dc = tl.dot(pairs, b, dc, input_precision=PRECISION)
+    db = tl.dot(tl.trans(pairs), c, db, input_precision=PRECISION)
     at = (tl.cast(part, tl.int64) * tokens * groups + group) * K
     store_rows(DB + at, db, token, valid, groups * K, k, K)
     store_rows(DC + at, dc, token, valid, groups * K, k, K)
@@ -165,7 +168,7 @@ def backward(inputs: Inputs, grad: Tensor) -> Gradients:
     strides = [n for y in (x, inputs.B, inputs.C, grad) for n in y.stride()[:2]]
     k, v = inputs.tile.values()
     size, both = x.element_size(), 2 * k * v  # two states
-    options = inputs.options(size * (2 * k * chunks.size + both))
+    options = inputs.options(size * (2 * k * chunks.size + both), WARPS)
     with on_device(x):
         _heads_kernel[(count * sizes["HEADS"],)](
             *(x, inputs.dt, sums, inputs.A, inputs.B, inputs.C, grad, before, after, dx, ddt, da),
@@ -178,7 +181,7 @@ def backward(inputs: Inputs, grad: Tensor) -> Gradients:
         parts = min(sizes["RATIO"], triton.cdiv(WAVES * processors(x.device), programs))
         heads = triton.cdiv(sizes["RATIO"], parts)
         parts = triton.cdiv(sizes["RATIO"], heads)
-        options = inputs.options((size + grad.element_size()) * v * chunks.size + size * both)
+        options = inputs.options((size + grad.element_size()) * v * chunks.size + size * both, WARPS)
         dtype = x.dtype if parts == 1 else torch.float32
         db, dc = (torch.empty(parts, *inputs.B.shape, dtype=dtype, device=x.device) for _ in range(2))
         _groups_kernel[(programs * parts,)](
