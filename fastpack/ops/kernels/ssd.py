@@ -177,7 +177,12 @@ class Inputs:
         return {"BLOCK_K": block(self.B.shape[2], most), "BLOCK_V": block(self.x.shape[2], MAX_HEAD)}
 
     def options(self, streamed: int, warps: int) -> dict[str, int]:
-        """Return the tile, the warps (8 for a wide V), and as many stages as fit if each loads ``streamed`` bytes and a few vectors."""
+        """Return the tile, the warps and the stages of a kernel that takes all of V at once.
+
+        Args:
+            streamed: bytes that a stage loads, beside a few vectors. As many stages are used as fit.
+            warps: for V up to 64; a wider one needs 8.
+        """
         size, rows, wide = self.x.element_size(), self.chunks.size, self.tile["BLOCK_V"]
         resident = rows * (4 * rows + (4 + 2 * size) * wide)  # measured by compiling: this is enough without stages
         more = stages_that_fit(self.x.device, 2, resident, streamed + 32 * rows)
