@@ -20,12 +20,14 @@ and C, K state size, V head size.
 from __future__ import annotations
 
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.chunks import Chunks
-from fastpack.ops.implementation import Implementation
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
 
 CHUNK = 64
 """The tokens of a chunk. A longer one needs fewer states, but more work inside."""
@@ -43,12 +45,39 @@ def ssd(
         B: ``[T, G, K]``, where G divides H.
         C: ``[T, G, K]``.
         chunks: the chunks of the sequences, of any size.
-        implementation: see :data:`fastpack.ops.implementation.Implementation`.
+        implementation: ``auto`` runs the kernels if :func:`use_triton` allows it and they support the inputs.
 
     Returns:
         ``[T, H, V]`` in float32, or in float64 if x is.
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernels don't support the GPU, a dtype or a size.
     """
+    if use_triton(implementation, x) and _kernel_serves(implementation, x, B, C, chunks):
+        return _SSD.apply(x, dt, A, B, C, chunks)
     return _scan(x, dt, A, B, C, chunks)
+
+
+class _SSD(torch.autograd.Function):
+    """The autograd Function of :func:`ssd`. It saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunks: Chunks) -> Tensor:
+        from fastpack.ops.kernels import ssd as kernels
+
+        ctx.save_for_backward(x, dt, A, B, C)
+        ctx.chunks = chunks
+        return kernels.forward(kernels.Inputs.of(x, dt, A, B, C, chunks))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from fastpack.ops.kernels.ssd import Inputs
+        from fastpack.ops.kernels.ssd_backward import backward
+
+        x, dt, A, B, C = ctx.saved_tensors
+        dx, ddt, dA, dB, dC = backward(Inputs.of(x, dt, A, B, C, ctx.chunks), grad)
+        return dx, ddt.to(dt.dtype), dA.to(A.dtype), dB, dC, None
 
 
 def _scan(x_THV: Tensor, dt_TH: Tensor, A_H: Tensor, B_TGK: Tensor, C_TGK: Tensor, chunks: Chunks) -> Tensor:
@@ -95,3 +124,23 @@ def _states_before(new_MGRKV: Tensor, decay_MGR: Tensor, chunks: Chunks) -> Tens
         state = decay_MGR[chunk][..., None, None] * state + new_MGRKV[chunk]
     chunk, before = (torch.cat(parts) for parts in zip(*steps, strict=True))
     return torch.zeros_like(new_MGRKV).index_copy(0, chunk.long(), before)
+
+
+def _kernel_serves(implementation: Implementation, x: Tensor, B: Tensor, C: Tensor, chunks: Chunks) -> bool:
+    """Return whether the kernels support these inputs.
+
+    Raises:
+        ValueError: they don't, and ``implementation="triton"``.
+    """
+    from fastpack.ops.kernels.ssd import CHUNK_SIZES, MAX_HEAD, MAX_STATE
+
+    reason = None
+    if x.dtype not in KERNEL_DTYPES or not x.dtype == B.dtype == C.dtype:
+        reason = f"{[x.dtype, B.dtype, C.dtype]}, but supports float32, bfloat16 and float16, the same for x, B and C"
+    elif B.shape[2] > MAX_STATE or x.shape[2] > MAX_HEAD:
+        reason = f"K={B.shape[2]} and V={x.shape[2]}, but supports up to {MAX_STATE} and {MAX_HEAD}"
+    elif chunks.size not in CHUNK_SIZES:
+        reason = f"chunks of {chunks.size} tokens, but supports {CHUNK_SIZES}"
+    elif x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) < (8, 0):
+        reason = "a GPU before Ampere"
+    return kernel_serves(implementation, "Mamba-2's scan", reason)

@@ -1,4 +1,4 @@
-"""Mixers on packed tokens over the kernels that are installed: the kernels alone, and layers at real sizes in bf16.
+"""Mixers on packed tokens over the installed kernels or our own: kernels alone, and layers at real sizes in bf16.
 
 ``pytest tests/layers/mixers/test_packed_mixer_gpu.py`` with flash-linear-attention, or mamba-ssm and causal-conv1d,
 on the path. Without a GPU the first half runs in Triton's interpreter, as far as that goes.

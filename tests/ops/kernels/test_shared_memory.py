@@ -78,3 +78,26 @@ def test_attention_compiles() -> None:
     for case, built in zip(ATTENTION, result, strict=True):
         assert set(built["taken"]) == {"forward_kernel", "queries_kernel", "keys_kernel"}, case
         assert all(0 < taken <= built["limit"] for taken in built["taken"].values()), (case, built)
+
+
+RECURRENCES = [
+    ("ssd", 90, "bf16", 128, 1, 128, 64),
+    ("ssd", 90, "bf16", 32, 2, 256, 128),
+    ("ssd", 89, "fp32", 32, 1, 256, 128),
+    ("ssd", 75, "fp16", 48, 1, 128, 64),
+    ("ssd", 75, "fp16", 32, 2, 256, 128),
+    ("conv", 75, "fp16", 5376, 4),
+    ("conv", 90, "bf16", 2048, 3),
+]
+"""Op, compute capability, dtype; heads, groups, size of a state and of a head, or channels and taps.
+
+Bamba, Falcon-H1 34B, Granite 4; and LFM2.
+"""
+
+
+@pytest.mark.slow
+def test_recurrences_compile() -> None:
+    result = compiled("compiled_recurrences.py", RECURRENCES)
+    for case, built in zip(RECURRENCES, result, strict=True):
+        assert len(built["taken"]) == {"ssd": 5, "conv": 2}[str(case[0])], case
+        assert all(0 < taken <= built["limit"] for taken in built["taken"].values()), (case, built)

@@ -1,0 +1,96 @@
+"""The convolution's kernels against the definition, through Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from op_checks import DEVICES, KERNEL_DTYPES, assert_no_worse, count_calls, relative
+from torch import Tensor
+
+from fastpack.ops.implementation import Implementation
+from fastpack.ops.short_conv import ConvActivation, short_conv
+
+pytest.importorskip("triton")
+from fastpack.ops.kernels import short_conv as kernels
+
+LENGTHS = [[1], [16], [33], [5, 1, 2, 40, 1, 1, 3, 20], [2] * 20]
+
+
+def offsets_of(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+def inputs_of(tokens: int, channels: int, taps: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = (tokens, channels), (channels, taps), (channels,)
+    return [torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def with_gradients(
+    inputs: list[Tensor], offsets: Tensor, activation: ConvActivation | None, implementation: Implementation
+) -> list[Tensor]:
+    out = short_conv(*inputs, offsets, activation=activation, implementation=implementation)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device, out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, direction)]
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
+def test_kernel_is_the_definition(
+    device: str,
+    dtype: torch.dtype,
+    lengths: list[int],
+    taps: int,
+    activation: ConvActivation | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches = [count_calls(monkeypatch, kernels, name) for name in ("forward", "backward")]
+    inputs, offsets = inputs_of(sum(lengths), 130, taps, device, dtype), offsets_of(lengths, device)
+    actual = with_gradients(inputs, offsets, activation, "triton")
+    assert list(map(len, launches)) == [1, 1]
+    plain = with_gradients(inputs, offsets, activation, "torch")
+    assert list(map(len, launches)) == [1, 1]
+    wide = [y.detach().double().requires_grad_() for y in inputs]
+    truth = with_gradients(wide, offsets, activation, "torch")
+    for mine, theirs, right in zip(actual, plain, truth, strict=True):
+        assert_no_worse(mine, theirs, right)
+    if len(lengths) > 1:
+        joined = offsets_of([lengths[0] + lengths[1], *lengths[2:]], device)
+        control = with_gradients(inputs, joined, activation, "triton")
+        assert min(relative(*pair) for pair in zip(control[:3], truth[:3], strict=True)) > 1e-3, "a boundary less"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_rows_and_what_is_not_trained(device: str) -> None:
+    """Only what needs a gradient gets one; x and its gradient may be columns of wider tensors."""
+    lengths = [5, 12]
+    offsets = offsets_of(lengths, device)
+    wide, weight, _ = (y.detach() for y in inputs_of(sum(lengths), 20, 4, device, torch.float32))
+    x, weight = wide[:, 4:12].requires_grad_(), weight[:8].requires_grad_()
+    direction = wide.flip(0)[:, :8]
+    expected = torch.autograd.grad(short_conv(x, weight, None, offsets, implementation="torch"), [x, weight], direction)
+    for trained in ([x, weight], [x], [weight]):
+        frozen = [y if any(y is z for z in trained) else y.detach() for y in (x, weight)]
+        out = short_conv(frozen[0], frozen[1], None, offsets, implementation="triton")
+        for got, y in zip(torch.autograd.grad(out, trained, direction), trained, strict=True):
+            assert relative(got, expected[0 if y is x else 1]) <= 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_bits_in_every_run_and_empty_sequences(device: str) -> None:
+    """In a bucket the last offset is repeated."""
+    inputs = inputs_of(40, 16, 4, device, torch.float32)
+    first = with_gradients(inputs, offsets_of([30, 10], device), "silu", "triton")
+    again = with_gradients(inputs, offsets_of([30, 10, 0, 0, 0], device), "silu", "triton")
+    assert all(map(torch.equal, first, again))
+
+
+def test_what_the_kernel_does_not_serve() -> None:
+    inputs, offsets = inputs_of(4, 2, 9, "cpu", torch.float32), offsets_of([4], "cpu")
+    with pytest.raises(ValueError, match="9 taps, but supports up to 8"):
+        short_conv(*inputs, offsets, implementation="triton")
+    with pytest.raises(ValueError, match="float64"):
+        short_conv(*(y.double()[..., :2] for y in inputs), offsets, implementation="triton")
