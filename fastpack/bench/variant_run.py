@@ -26,6 +26,9 @@ def run(settings: RunSettings) -> RunResult:
     on_gpu = torch.cuda.is_available()
     timer = StepTimer(settings.warmup)
     train = train_plainly if settings.loop == "plain" else train_with_trl
+    if settings.vram is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
     try:
         build = build_unsloth_model if settings.spec.unsloth else build_model
         model, backend = build(settings, torch.device("cuda" if on_gpu else "cpu"))
