@@ -386,7 +386,7 @@ def fit(
     """Return the longest batches that a card holds when a model trains with fastpack.
 
     Only the model's config is read, and no GPU is needed. The numbers are for bfloat16, one GPU, AdamW and
-    ``attention="triton_packed"``; :mod:`fastpack.memory.terms` has their terms.
+    ``attention="triton_packed"``; :mod:`fastpack.memory.step` has their terms.
 
     Example:
         >>> found = fastpack.fit("Qwen/Qwen3-8B", 24)  # doctest: +SKIP

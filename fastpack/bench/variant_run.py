@@ -26,15 +26,15 @@ def run(settings: RunSettings) -> RunResult:
     on_gpu = torch.cuda.is_available()
     timer = StepTimer(settings.warmup)
     train = train_plainly if settings.loop == "plain" else train_with_trl
-    if settings.vram is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
     try:
         build = build_unsloth_model if settings.spec.unsloth else build_model
         model, backend = build(settings, torch.device("cuda" if on_gpu else "cpu"))
         if on_gpu:  # building may take more memory than training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+            if settings.vram is not None:
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
         first = train(model, settings, timer)
     except torch.OutOfMemoryError:
         return RunResult(settings.variant, error=OUT_OF_MEMORY)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Any
 
-from fastpack.errors import DoesNotFitError
+from fastpack.errors import DoesNotFitError, PatchError
 from fastpack.layers import decoder
-from fastpack.memory import terms
+from fastpack.memory import step
 from fastpack.memory.settings import MODES, TrainingSettings
 from fastpack.memory.sizes import ModelSizes
 from fastpack.memory.terms import Moment
@@ -77,25 +77,28 @@ def fit_card(
 
     Raises:
         DoesNotFitError: the card is too small for any batch; the message says what would fit.
+        PatchError: the card or the reserve has no possible size.
     """
+    if card <= 0 or reserve < 0:
+        raise PatchError(f"vram={card:g} and reserve={reserve:g}; pass the GiB of a card, such as 24, and 0 or more.")
     budget = (card - reserve) * GIB
-    alone = _most(lambda tokens: terms.peak(sizes, settings, tokens)[1], budget, _edges(sizes, settings, None))
+    alone = _most(lambda tokens: step.peak(sizes, settings, tokens)[1], budget, _edges(sizes, settings, None))
     if alone < 2:
         raise DoesNotFitError(_why_not(sizes, settings, card, reserve))
     packed = _most(
-        lambda tokens: terms.peak(sizes, settings, tokens, length)[1], budget, _edges(sizes, settings, length)
+        lambda tokens: step.peak(sizes, settings, tokens, length)[1], budget, _edges(sizes, settings, length)
     )
     sequence = _rounded(alone)
-    moment, _ = terms.peak(sizes, settings, sequence)
+    moment, _ = step.peak(sizes, settings, sequence)
     return Fit(card, reserve, sequence, _rounded(packed), length, moment, host_bytes(sizes, settings, sequence) / GIB)
 
 
 def host_bytes(sizes: ModelSizes, settings: TrainingSettings, tokens: int) -> int:
     """Return the bytes of pinned host memory that one sequence takes; each piece is rounded up to a power of two."""
-    step = terms.Step(sizes, settings, tokens, tokens)
+    batch = step.Step(sizes, settings, tokens, tokens)
     b = settings.itemsize
-    inputs = max(0, sizes.layers + 1 - (settings.mode != "full") - saved.KEEP) if step.offloads else 0
-    results = max(0, sizes.layers - activations.KEEP) if step.offloads_attention else 0
+    inputs = max(0, sizes.layers + 1 - (settings.mode != "full") - saved.KEEP) if batch.offloads else 0
+    results = max(0, sizes.layers - activations.KEEP) if batch.offloads_attention else 0
     pieces = ((inputs, sizes.hidden * b), (results, sizes.queries * b), (results, 4 * sizes.heads))
     return sum(count << (tokens * nbytes - 1).bit_length() for count, nbytes in pieces)
 
@@ -126,7 +129,7 @@ def _edges(sizes: ModelSizes, settings: TrainingSettings, length: int | None) ->
     b = settings.itemsize
     tiles = 2 * decoder.TILE_BYTES // (4 * sizes.intermediate * b)
     offload = ceil(checkpoints.MIN_BYTES / (sizes.hidden * b)) - 1
-    attention = ceil(terms.LONG * (sizes.queries * b + 4 * sizes.heads) / (2 * sizes.queries)) - 1
+    attention = ceil(step.LONG * (sizes.queries * b + 4 * sizes.heads) / (2 * sizes.queries)) - 1
     return [edge for edge in (tiles, offload, *([] if length else [attention])) if edge > 0]
 
 
@@ -138,7 +141,7 @@ def _rounded(tokens: int) -> int:
 
 def _why_not(sizes: ModelSizes, settings: TrainingSettings, card: float, reserve: float) -> str:
     def needed(settings: TrainingSettings) -> float:
-        return terms.peak(sizes, settings, 2)[1] / GIB
+        return step.peak(sizes, settings, 2)[1] / GIB
 
     others = {mode: needed(replace(settings, mode=mode)) for mode in MODES}  # type: ignore[arg-type]
     fitting = [f"--mode {mode} ({gib:.1f} GiB)" for mode, gib in others.items() if gib <= card - reserve]

@@ -52,9 +52,12 @@ def test_the_allocator_is_limited(vram: float | None, fraction: list[float], mon
     def too_large(*args: Any) -> None:
         raise torch.OutOfMemoryError
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
-    monkeypatch.setattr(variant_run, "build_model", too_large)
+    monkeypatch.setattr(variant_run, "build_model", lambda *args: (None, ""))
+    monkeypatch.setattr(variant_run, "train_with_trl", too_large)
     flags = [] if vram is None else ["--vram", str(vram)]
     settings = settings_of("--shape", "tiny", *flags, on_gpu=True)
     assert variant_run.run(RunSettings("fastpack", vram=settings.vram)).error == OUT_OF_MEMORY

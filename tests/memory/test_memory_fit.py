@@ -10,7 +10,7 @@ from tiny import tiny_config
 
 import fastpack
 from fastpack.bench.shapes import make_config
-from fastpack.memory import terms
+from fastpack.memory import step
 from fastpack.memory.fit import CARDS, GIB, fit_card, host_bytes
 from fastpack.memory.settings import TrainingSettings
 from fastpack.memory.sizes import read_sizes
@@ -32,9 +32,9 @@ def test_every_smaller_batch_fits_and_a_larger_one_does_not(name: str, card: flo
         pytest.skip("the weights don't fit")
     fit = fit_card(sizes, settings, card, length=512, reserve=1)
     for most, length in ((fit.sequence, None), (fit.tokens, 512)):
-        largest = max(terms.peak(sizes, settings, most * part // 200, length)[1] for part in range(1, 201))
+        largest = max(step.peak(sizes, settings, most * part // 200, length)[1] for part in range(1, 201))
         assert largest <= (card - 1) * GIB
-        beyond = max(terms.peak(sizes, settings, most * part // 200, length)[1] for part in range(200, 206))
+        beyond = max(step.peak(sizes, settings, most * part // 200, length)[1] for part in range(200, 206))
         assert beyond > (card - 1) * GIB, "control: 3 % more"
     assert fit.peak == pytest.approx(sum(term.of(fit.sequence) for term in fit.moment.terms) / GIB)
 

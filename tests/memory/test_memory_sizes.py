@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from adapter_cases import nf4, with_lora
-from tiny import VOCAB, tiny_config, tiny_model
+from tiny import EXPERTS, FAST, VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 import fastpack
 from fastpack.memory.settings import TrainingSettings
 from fastpack.memory.sizes import ModelSizes, read_sizes
-from fastpack.memory.terms import WORKSPACE, Step, quantised_bytes
+from fastpack.memory.step import WORKSPACE, Step
+from fastpack.memory.terms import quantised_bytes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3")
 RANK = 4
@@ -99,6 +100,20 @@ def test_parts_that_were_not_worked_out(family: str, what: str) -> None:
         read_sizes(tiny_config(family))
 
 
+@pytest.mark.slow
+def test_every_family_is_counted_or_refused() -> None:
+    counted: list[str] = []
+    for family in FAST:
+        try:
+            sizes = read_sizes(tiny_config(family))
+        except fastpack.UnsupportedModelError:
+            continue
+        assert sizes.parameters == sum(p.numel() for p in tiny_model(family).parameters())
+        counted.append(family)
+    assert {"llama", "mistral", "qwen2", "qwen3"} <= {*counted}
+    assert not {*counted} & {*EXPERTS}, "control"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -107,8 +122,10 @@ def test_parts_that_were_not_worked_out(family: str, what: str) -> None:
         ({"checkpointing": False}, "--offload none"),
         ({"offload": "activations"}, "offload='activations' is not a choice"),
         ({"loss": "mine"}, "loss='mine' is not a choice"),
+        ({"vram": 0}, "vram=0 and reserve=1; pass the GiB of a card"),
+        ({"reserve": -1}, "vram=24 and reserve=-1; pass"),
     ],
 )
 def test_bad_settings(settings: Any, message: str) -> None:
     with pytest.raises(fastpack.PatchError, match=message):
-        fastpack.fit(tiny_config("llama"), 24, **settings)
+        fastpack.fit(tiny_config("llama"), **{"vram": 24, **settings})
