@@ -73,7 +73,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--vram": {
         "type": above_zero,
         "metavar": "GIB",
-        "help": "let torch's allocator hold only this much of the GPU's memory once the model is built, in every variant",
+        "help": "once the model is built, let torch's allocator hold only this much memory, in every variant",
     },
     "--trainer-waits": {
         "action": "store_true",
