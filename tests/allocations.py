@@ -61,6 +61,9 @@ class OutsideLink:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
+    def room(self) -> int:
+        return 2**40
+
     def record_event(self) -> None: ...
 
     def send(self, source: Tensor, host: Tensor, ready: None) -> None:

@@ -35,7 +35,7 @@ class Fit:
         tokens: the most tokens in sequences of ``length``.
         length: the length of these sequences.
         moment: the moment at which the longest sequence takes the most memory; its terms are the sum.
-        host: the GiB of pinned host memory with the longest sequence.
+        host: the GiB of pinned host memory that the longest sequence fills.
     """
 
     card: float
@@ -94,13 +94,12 @@ def fit_card(
 
 
 def host_bytes(sizes: ModelSizes, settings: TrainingSettings, tokens: int) -> int:
-    """Return the bytes of pinned host memory that one sequence takes; each piece is rounded up to a power of two."""
+    """Return the bytes of pinned host memory that one sequence fills, without what its buffers are rounded up by."""
     batch = step.Step(sizes, settings, tokens, tokens)
     b = settings.itemsize
     inputs = max(0, sizes.layers + 1 - (settings.mode != "full") - saved.KEEP) if batch.offloads else 0
     results = max(0, sizes.layers - activations.KEEP) if batch.offloads_attention else 0
-    pieces = ((inputs, sizes.hidden * b), (results, sizes.queries * b), (results, 4 * sizes.heads))
-    return sum(count << (tokens * nbytes - 1).bit_length() for count, nbytes in pieces)
+    return tokens * (inputs * sizes.hidden * b + results * (sizes.queries * b + 4 * sizes.heads))
 
 
 def _most(nbytes: Callable[[int], float], budget: float, edges: list[int]) -> int:
