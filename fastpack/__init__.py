@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastpack import attention_dispatch as attention_dispatch
+    from fastpack.api import fit as fit
     from fastpack.api import patch as patch
     from fastpack.api import patched as patched
     from fastpack.api import report as report
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fastpack.data.sampler import TokenBudgetSampler as TokenBudgetSampler
     from fastpack.data.vision_collator import PackedVisionCollator as PackedVisionCollator
     from fastpack.errors import BackendUnavailableError as BackendUnavailableError
+    from fastpack.errors import DoesNotFitError as DoesNotFitError
     from fastpack.errors import FastpackError as FastpackError
     from fastpack.errors import FastpackWarning as FastpackWarning
     from fastpack.errors import KernelUnavailableError as KernelUnavailableError
@@ -62,13 +64,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "fastpack.api": ("patch", "patched", "report", "unpatch", "verify"),
+    "fastpack.api": ("fit", "patch", "patched", "report", "unpatch", "verify"),
     "fastpack.data.collators": ("with_packed_seq_lens",),
     "fastpack.data.packed_collators": ("PackedPreferenceCollator", "PackedSFTCollator"),
     "fastpack.data.sampler": ("TokenBudgetSampler",),
     "fastpack.data.vision_collator": ("PackedVisionCollator",),
     "fastpack.errors": (
         "BackendUnavailableError",
+        "DoesNotFitError",
         "FastpackError",
         "FastpackWarning",
         "KernelUnavailableError",

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.layers.stock_attention import describe_parallelism, sequence_parallelism
+from fastpack.memory.fit import RESERVE, Fit, fit_card
+from fastpack.memory.settings import FitLoss, Mode, TrainingSettings
+from fastpack.memory.sizes import read_sizes
 from fastpack.model.unwrap import models_of, packages_of
 from fastpack.ops.implementation import Implementation
 from fastpack.patching.apply import apply, plan_all, restore
@@ -41,7 +44,7 @@ from fastpack.trainers.weight_sync import note_on_weight_sync
 from fastpack.utils.replacement import do_nothing
 from fastpack.utils.versions import check_versions
 
-__all__ = ["patch", "patched", "report", "unpatch", "verify"]
+__all__ = ["fit", "patch", "patched", "report", "unpatch", "verify"]
 T = TypeVar("T")
 _verify = verify  # patch has a keyword of that name
 
@@ -365,3 +368,54 @@ def report(target: object) -> PatchReport:
     """
     notes = () if isinstance(target, nn.Module) else (note_on_padding(target), note_on_weight_sync(target))
     return inspect_patch(target, *filter(None, notes))
+
+
+def fit(
+    model: Any,
+    vram: float,
+    *,
+    mode: Mode = "qlora",
+    rank: int = 32,
+    checkpointing: bool = True,
+    offload: Literal["checkpoints"] | None = "checkpoints",
+    loss: FitLoss = "fused",
+    accumulation: bool = False,
+    length: int = 512,
+    reserve: float = RESERVE,
+) -> Fit:
+    """Return the longest batches that a card holds when a model trains with fastpack.
+
+    Only the model's config is read, and no GPU is needed. The numbers are for bfloat16, one GPU, AdamW and
+    ``attention="triton_packed"``; :mod:`fastpack.memory.step` has their terms.
+
+    Example:
+        >>> found = fastpack.fit("Qwen/Qwen3-8B", 24)  # doctest: +SKIP
+        >>> found.sequence, found.tokens  # doctest: +SKIP
+
+    Args:
+        model: A config of transformers, a folder with one, or a name on the hub.
+        vram: The card's memory in GiB, as vendors name it.
+        mode: What trains: ``full``, ``lora`` or ``qlora``; LoRA is on all linear layers except the head.
+        rank: LoRA's rank.
+        checkpointing: Whether layers are checkpointed, with ``use_reentrant=False``.
+        offload: As for :func:`patch`.
+        loss: ``fused``, as for :func:`patch`, or the loss of TRL's trainers, ``trl``.
+        accumulation: Whether an optimiser step has several micro-batches, so that gradients wait.
+        length: The number of tokens of each short sequence, for :attr:`Fit.tokens`.
+        reserve: The GiB of the card that are not given to tensors: CUDA's context, fragments.
+
+    Returns:
+        The number of tokens of the longest single sequence, the most tokens in short ones, and the terms of the peak.
+
+    Raises:
+        DoesNotFitError: The card is too small for any batch.
+        PatchError: An option has a value that it does not take.
+        UnsupportedModelError: The memory of a part of this model was not worked out.
+    """
+    settings = TrainingSettings(mode, rank, checkpointing, offload, loss, accumulation)
+    settings.check()
+    if isinstance(model, str):
+        from transformers import AutoConfig
+
+        model = AutoConfig.from_pretrained(model)
+    return fit_card(read_sizes(model), settings, vram, length=length, reserve=reserve)

@@ -14,6 +14,7 @@ are defined in its module.
     ├── InconclusiveError           a patched model whose rounding would hide a leak in its dtypes
     ├── BackendUnavailableError     an attention backend, requested by name, that can't serve (RuntimeError)
     ├── KernelUnavailableError (ValueError)     Triton kernels, requested by name, that can't run here
+    ├── DoesNotFitError             a card that is too small for a model's training
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
     ├── NoFasterWarning             a patched model that is exact, but no faster than with padding
@@ -51,6 +52,10 @@ class BackendUnavailableError(FastpackError, RuntimeError):
 
 class KernelUnavailableError(FastpackError, ValueError):
     """Triton kernels were requested by name, but can't run on this machine or on the tensors' device."""
+
+
+class DoesNotFitError(FastpackError):
+    """A card is too small for a model's weights and the state of its optimizer."""
 
 
 class PatchError(FastpackError, RuntimeError):

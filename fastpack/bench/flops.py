@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fastpack.bench.images import Grid
-from fastpack.bench.models import LORA_RANK, lora_config, with_lora
+from fastpack.bench.models import lora_config, with_lora
 from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import TOWER, auto_class, has_experts, make_config
 from fastpack.bench.variants import ROLLOUTS
@@ -71,7 +71,7 @@ def last_inputs(settings: RunSettings) -> int:
     config = make_config(settings.shape).get_text_config()
     inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
     adapted = settings.lora_experts if has_experts(settings.shape) else settings.mode != "full"
-    inputs = int(inner) + (LORA_RANK if adapted else 0)
+    inputs = int(inner) + (settings.rank if adapted else 0)
     return inputs * config.num_experts_per_tok if has_experts(settings.shape) else inputs
 
 

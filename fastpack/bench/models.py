@@ -16,7 +16,6 @@ from fastpack.bench.shapes import TOWER, auto_class, has_experts, has_images, ma
 from fastpack.errors import FastpackError
 from fastpack.ops.mxfp4 import quantize_mxfp4
 
-LORA_RANK = 16
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 """The linear layers of attention and of a dense MLP."""
 MIXERS = {"qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")}
@@ -136,7 +135,7 @@ def linear_layers(settings: RunSettings) -> list[str]:
 
 
 def lora_config(settings: RunSettings) -> Any:
-    """Return the config of LoRA of rank 16, without dropout.
+    """Return the config of LoRA, without dropout.
 
     It is on every linear layer, except for the head and an image tower, which most recipes for vision-language models
     leave frozen; with ``lora_experts`` it is on the experts too. Layers are named, since PEFT's ``all-linear`` also
@@ -145,8 +144,8 @@ def lora_config(settings: RunSettings) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(
-        r=LORA_RANK,
-        lora_alpha=2 * LORA_RANK,
+        r=settings.rank,
+        lora_alpha=2 * settings.rank,
         lora_dropout=0.0,
         target_modules=linear_layers(settings),
         target_parameters=[*EXPERTS] if settings.lora_experts else None,

@@ -15,6 +15,7 @@ COMPARED_STEPS = 5
 """The number of first steps in which losses and gradient norms are read and compared."""
 
 LEARNING_RATE = 1e-4
+LORA_RANK = 16
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -25,13 +26,14 @@ class RunSettings:
     ``rows`` counts a batch's rows, or DPO's pairs, or the prompts of GRPO and distillation. With ``lora_experts``, LoRA
     is on experts too. ``generations`` counts GRPO's completions for each prompt, ``completions`` names their lengths,
     and ``micro_batches`` counts the trainer's own micro-batches of a step. Patched trainers split these by
-    ``max_tokens``. ``teacher`` is the shape of distillation's teacher.
+    ``max_tokens``. ``teacher`` is the shape of distillation's teacher. ``vram`` is the GiB that the allocator may hold.
     """
 
     variant: str
     trainer: str = "sft"
     shape: str = "tiny"
     mode: Literal["full", "lora", "qlora", "mxfp4"] = "full"
+    rank: int = LORA_RANK
     lora_experts: bool = False
     rows: int = 16
     steps: int = 20
@@ -50,6 +52,7 @@ class RunSettings:
     graphs: Any = None
     loss: Any = None
     offload: Any = None
+    vram: float | None = None
     trainer_waits: bool = False
     seed: int = 0
 

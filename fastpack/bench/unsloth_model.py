@@ -14,7 +14,6 @@ import torch
 
 from fastpack.bench.models import (
     EXPERTS,
-    LORA_RANK,
     build_base,
     dtype_of,
     linear_layers,
@@ -53,8 +52,8 @@ def build_unsloth_model(settings: RunSettings, device: torch.device) -> tuple[An
     if settings.mode != "full":
         model = FastLanguageModel.get_peft_model(
             model,
-            r=LORA_RANK,
-            lora_alpha=2 * LORA_RANK,
+            r=settings.rank,
+            lora_alpha=2 * settings.rank,
             lora_dropout=0,
             target_modules=linear_layers(settings),
             target_parameters=[*EXPERTS] if settings.lora_experts else None,

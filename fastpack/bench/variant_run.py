@@ -32,6 +32,9 @@ def run(settings: RunSettings) -> RunResult:
         if on_gpu:  # building may take more memory than training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+            if settings.vram is not None:
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
         first = train(model, settings, timer)
     except torch.OutOfMemoryError:
         return RunResult(settings.variant, error=OUT_OF_MEMORY)

@@ -20,7 +20,7 @@ from fastpack.bench.settings import RunSettings
 from fastpack.bench.shapes import SHAPES, has_experts, has_images, make_config, takes_flash_attention, vocabulary
 from fastpack.bench.variants import IMAGE_TRAINERS, ROLLOUTS, TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
-from fastpack.cli.flags import POSITIVE, at_least, make_parser
+from fastpack.cli.flags import POSITIVE, above_zero, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchOptions
 
@@ -34,15 +34,15 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--mode": {
         "choices": ("full", "lora", "qlora", "mxfp4"),
         "default": "full",
-        "help": "with all but full, LoRA of rank 16 is on all linear layers except the head; in shapes with experts "
+        "help": "with all but full, LoRA is on all linear layers except the head; in shapes with experts "
         "these are q_proj, k_proj, v_proj and o_proj, since routers and experts are plain parameters; with qlora, all "
         "linear layers except the head are 4-bit, and so are experts; with mxfp4, "
         "the experts of gpt-oss are as its checkpoints have them",
     },
+    "--rank": {"type": POSITIVE, "help": "with every --mode but full: LoRA's rank (default: 16)"},
     "--lora-experts": {
         "action": "store_true",
-        "help": "with every --mode but full: LoRA of rank 16 on the experts too, by PEFT's target_parameters, in every "
-        "variant",
+        "help": "with every --mode but full: LoRA on the experts too, by PEFT's target_parameters, in every variant",
     },
     "--trainer": {
         "choices": TRAINERS,
@@ -70,6 +70,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "TRL's trainer, or a plain loop, which reads gradient norms only in the --warmup steps",
     },
     "--checkpointing": {"action": "store_true", "help": "gradient checkpointing, in every variant"},
+    "--vram": {
+        "type": above_zero,
+        "metavar": "GIB",
+        "help": "once the model is built, let torch's allocator hold only this much memory, in every variant",
+    },
     "--trainer-waits": {
         "action": "store_true",
         "help": "leave logging_nan_inf_filter and accelerator_config at their defaults, where transformers' "
@@ -153,9 +158,10 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
 
     Raises:
         UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
-            without checkpointing, ``--lora-experts`` without LoRA or experts, graphs or offloading on a CPU, a plain
-            loop for another trainer than SFT's, images for DPO or distillation, or flags of rollouts without any. Or
-            MXFP4 can't be loaded here, the teacher has another vocabulary, or micro-batches would be uneven.
+            without checkpointing, ``--rank`` without LoRA, ``--lora-experts`` without LoRA or experts, graphs,
+            offloading or ``--vram`` on a CPU, a plain loop for another trainer than SFT's, images for DPO or
+            distillation, or flags of rollouts without any. Or MXFP4 can't be loaded here, the teacher has another
+            vocabulary, or micro-batches would be uneven.
     """
     dpo, plain = args.trainer == "dpo", args.loop == "plain"
     sft, distill = args.trainer == "sft", args.trainer == "distill"
@@ -180,6 +186,7 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
             f"--lora-experts is for shapes with experts, and {shape} has none. Pass another --shape.",
         ),
         (args.lora_experts and args.mode == "full", "--lora-experts adds adapters: pass --mode lora too."),
+        (args.rank and args.mode == "full", "--rank is LoRA's: pass --mode lora or qlora too."),
         (
             args.offload and not args.checkpointing,
             "--offload is for checkpointed layers: pass --checkpointing too.",
@@ -194,6 +201,7 @@ def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
         ),
         (args.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
         (args.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
+        (args.vram and not on_gpu, "--vram limits the memory of a GPU, and there is none here. Leave --vram out."),
     ):
         if wrong:
             raise UsageError(why)

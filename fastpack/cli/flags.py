@@ -41,4 +41,12 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def above_zero(text: str) -> float:
+    """Return the number of a flag that takes numbers above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: pass a number above 0")
+    return value
+
+
 POSITIVE = at_least(1)

@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": "compare time, memory and losses of stock and patched training",
     "verify": "prove on a model that sequences don't see each other",
     "smoke": "build tiny models of many architectures, prove them exact and train them",
+    "fit": "show the longest batches that cards of 8 to 80 GB hold, from a model's config alone",
     "doctor": "show what is installed, and which attention backends work here",
     "families": "list the model families that are covered",
 }

@@ -19,7 +19,7 @@ from fastpack import cli as commands
 from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, stock_varlen, variant_run
 from fastpack.bench.same_losses import compare
-from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunResult, RunSettings
+from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, LORA_RANK, RunResult, RunSettings
 from fastpack.bench.shapes import SHAPES, takes_flash_attention
 from fastpack.cli.main import main
 from fastpack.ops.quantized_stack import QuantizedStack
@@ -119,7 +119,7 @@ def test_where_lora_is(shape: str, lora_experts: bool) -> None:
     assert len(adapted) - len(of_experts) == 2 * 4
     assert all(name.split(".lora_A")[0].endswith(models.ATTENTION) for name in adapted if name not in of_experts)
     ranks = {len(p) // (8 if name in of_experts else 1) for name, p in adapted.items()}
-    assert ranks == {models.LORA_RANK}
+    assert ranks == {LORA_RANK}
 
 
 @pytest.mark.usefixtures("_few_experts")

@@ -19,8 +19,8 @@ from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from fastpack.bench.models import LORA_RANK
 from fastpack.bench.ops.case import LIGER, OURS, PLAIN, SMALL, Case, Inputs, Maker, Run, liger_run
+from fastpack.bench.settings import LORA_RANK
 from fastpack.bench.shapes import SHAPES
 from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts.experts import ExpertLinear, experts

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.bench.models import LORA_RANK
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker
+from fastpack.bench.settings import LORA_RANK
 from fastpack.ops.dequantize import definition, dequantize
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.operands import Lora, Projection
