@@ -38,6 +38,8 @@ SHORTEST = 128
 """The least length of a row; lengths up to :data:`LONG` are rounded up to powers of two."""
 STEPS = 32
 """Longer ones are rounded up to one of so many lengths between two powers of two."""
+LONGEST = 2**15
+"""Still longer ones are not rounded: a plan takes less time than a step then, and copies would take memory."""
 VERSION = 91900
 """The version of cuDNN that was tested here."""
 
@@ -110,13 +112,20 @@ class _Group:
             flat.index_copy_(0, self.slots, x.index_select(0, self.tokens))
         return flat.unflatten(0, (self.count, self.length)).transpose(1, 2)
 
-    def put(self, rows: Tensor, x: Tensor) -> None:
-        """Write ``[n, heads, P, D]`` to ``[T, heads, D]``, without padding."""
+    def put(self, rows: Tensor, x: Tensor | None, tokens: int) -> Tensor:
+        """Write ``[n, heads, P, D]`` without padding to x ``[T, heads, D]``, and return that.
+
+        If x is None, it is made; it is the rows themselves if they hold all ``tokens``, and nothing else.
+        """
         flat = rows.transpose(1, 2).flatten(0, 1)
+        if self.begin is not None and self.length == tokens:
+            return flat
+        x = flat.new_empty(tokens, *flat.shape[1:]) if x is None else x
         if self.begin is not None:
             x[self.begin : self.begin + self.length] = flat
         else:
             x.index_copy_(0, self.tokens, flat.index_select(0, self.slots))
+        return x
 
 
 def row_length(tokens: int) -> int:
@@ -124,8 +133,10 @@ def row_length(tokens: int) -> int:
 
     Example:
         >>> [row_length(tokens) for tokens in (1, 129, 8192, 8193, 100_000)]
-        [128, 256, 8192, 8320, 100352]
+        [128, 256, 8192, 8448, 100000]
     """
+    if tokens > LONGEST:
+        return tokens
     power = 1 << (tokens - 1).bit_length()
     if power <= LONG:
         return max(SHORTEST, power)
@@ -165,11 +176,13 @@ class _Cudnn(torch.autograd.Function):
     ) -> Tensor:
         stored = None if kept is None else kept[0].load_attention()
         if stored is None:
-            stored = [torch.empty_like(q)]
+            out, lses = None, []
             for group in groups:
                 rows, lse = kernel_forward(group.rows(q), group.rows(k), group.rows(v), scale)
-                group.put(rows, stored[0])
-                stored.append(lse)
+                out = group.put(rows, out, len(q))
+                lses.append(lse)
+            assert out is not None, "a batch has a sequence"
+            stored = [out, *lses]
             if kept is not None:
                 kept[0].save_attention(stored, kept[1])
         ctx.save_for_backward(q, k, v, *stored)
@@ -180,12 +193,11 @@ class _Cudnn(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, *lses = ctx.saved_tensors
-        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        gradients: list[Tensor | None] = [None] * 3
         for group, lse in zip(ctx.groups, lses, strict=True):
             qkv = [group.rows(x) for x in (q, k, v)]
             parts = kernel_backward(group.rows(grad), qkv, group.rows(out), lse, ctx.scale)
-            for part, whole in zip(parts, gradients, strict=True):
-                group.put(part, whole)
+            gradients = [group.put(part, x, len(q)) for part, x in zip(parts, gradients, strict=True)]
         return *gradients, None, None, None
 
 

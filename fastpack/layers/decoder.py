@@ -103,20 +103,35 @@ def _run(
     packed: PackedSeqLens,
     hidden_states: Tensor,
 ) -> Tensor:
-    x = hidden_states.squeeze(0)
     attention_dropout, mlp_dropout = _dropouts(layer, spec)
-    module = layer.self_attn
-    count = packed.row_count
+    x = hidden_states.squeeze(0)
+    # in a function of its own, whose tensors are freed before the MLP runs
+    x = _run_attention(layer, spec, runtime, attention, position_embeddings, packed, x, attention_dropout)
+    return as_row(_run_mlp(layer, spec, runtime, x, mlp_dropout, packed.row_count))
+
+
+def _run_attention(
+    layer: LayerLike,
+    spec: DecoderSpec,
+    runtime: Runtime,
+    attention: AnyAttentionSpec,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    packed: PackedSeqLens,
+    x: Tensor,
+    dropout: nn.Module | None,
+) -> Tensor:
+    """Return x ``[T, hidden]`` plus the result of attention."""
+    module, count = layer.self_attn, packed.row_count
     projected, x = project_qkv(module, attention, runtime, x, _child(layer, spec.pre_attention), count)
     store = layer.__dict__.get(ACTIVATION_SLOT)
     out = attend_heads(module, attention, runtime, projected, position_embeddings, packed, store=store)
     plain = spec.post_attention is None and spec.residual_scale is None
-    fuses = plain and not attention_dropout and not drops(module, attention.out_dropout)
+    fuses = plain and not dropout and not drops(module, attention.out_dropout)
     out_projection, residual = getattr(module, attention.out), x if fuses else None
     (out,), _ = project_modules([out_projection], out, runtime, residual=residual, row_count=count)
-    if not fuses:
-        out = _added(layer, spec, x, drop(module, attention.out_dropout, out), spec.post_attention, attention_dropout)
-    return as_row(_run_mlp(layer, spec, runtime, out, mlp_dropout, count))
+    if fuses:
+        return out
+    return _added(layer, spec, x, drop(module, attention.out_dropout, out), spec.post_attention, dropout)
 
 
 def _run_mlp(

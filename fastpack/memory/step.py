@@ -254,15 +254,8 @@ class Step:
 
     def mlp_forward(self) -> list[Term]:
         """Return what the last layer takes in the forward when its MLP has its widest tensors."""
-        s, b = self.sizes, self.settings.itemsize
-        if not self.settings.checkpointing:
-            return [*self.attention(before=True), *self._mlp_run()]
-        # what a checkpointed layer saves is freed at once, but its forward holds these until it ends
-        projected = s.queries + 2 * s.keys
-        terms = [Term("queries, keys, values", "(Q + 2 K) x b", per_token=projected * b)]
-        if not self.offloads_attention:  # else it is one of those that wait to be copied
-            terms.append(Term("attention's result", "Q x b", per_token=s.queries * b))
-        return [*terms, *self._mlp_run()]
+        # a checkpointed layer has freed what its attention saved
+        return [*([] if self.settings.checkpointing else self.attention(before=True)), *self._mlp_run()]
 
     def _mlp_run(self) -> list[Term]:
         """Return what the forward of an MLP takes."""
@@ -291,7 +284,7 @@ class Step:
             return [*self.attention(before=False), gradient, inside, *dense]
         whole = self.tile == self.tokens
         weights = 3 * s.intermediate * s.hidden * b
-        terms = [*self.attention(before=whole), gradient]
+        terms = [*self.attention(before=False), gradient]
         if whole:
             return [*terms, *self._mlp_run()]
         terms.append(Term("input of the MLP and its gradient", "2 x H x b", per_token=2 * s.hidden * b))

@@ -43,12 +43,11 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     # since the patch, adapters may have changed, graphs may have been recorded, and the model may have moved
     planned, mixing, fused = state.report, state.mixing, trainer_record(target, FUSED_LOSS)
     budget = trainer_record(target, BUDGET)
-    notes = planned.notes + mixing.notes() + state.runtime.describe(backbone)
+    notes = planned.notes + mixing.notes() + _notes_on_tiles(backbone) + state.runtime.describe(backbone)
     if budget is not None:
         notes += (budget.describe(),)
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
-    notes += _notes_on_tiles(backbone)
     projections = count_projections(backbone)
     if any(isinstance(change, Attribute) and change.name == QUANTIZER for change in state.changes):
         notes += ("transformers' quantizer says that MXFP4 can't be trained: while patched, this model's says it can",)

@@ -86,11 +86,28 @@ def test_sequences_are_rows_of_few_lengths(shapes: list[tuple[int, ...]], monkey
 def test_few_lengths_and_little_padding(tokens: int) -> None:
     rows = cudnn.row_length(tokens)
     assert tokens <= rows
-    assert rows % cudnn.SHORTEST == 0
     if tokens > cudnn.LONG:
         assert rows <= tokens * (1 + 1 / cudnn.STEPS) + 1
-    octave = {cudnn.row_length(n) for n in range(65_537, 131_073, 17)}
+    if tokens > cudnn.LONGEST:
+        assert rows == tokens
+    octave = {cudnn.row_length(n) for n in range(16_385, 32_769)}
     assert len(octave) == cudnn.STEPS
+
+
+def test_one_row_is_the_result(shapes: list[tuple[int, ...]]) -> None:
+    """A sequence that fills its row is neither copied to a row nor back."""
+    tokens = 2 * cudnn.SHORTEST
+    q, k, v = torch.randn(3, tokens, 2, 8, dtype=DOUBLE)
+    call = AttentionCall(q, k, v, PackedSeqLens.from_lengths([tokens]), 0.3)
+    (group,) = cudnn._group(call.packed, call.q.device)
+    rows = group.rows(call.q)
+    assert group.put(rows, None, tokens).data_ptr() == call.q.data_ptr()
+    two = PackedSeqLens.from_lengths([tokens, 3])
+    first, second = cudnn._group(two, call.q.device)
+    x = torch.randn(tokens + 3, 2, 8, dtype=DOUBLE)
+    part = first.put(first.rows(x), None, tokens + 3)
+    assert second.put(second.rows(x), part, tokens + 3) is part
+    assert torch.equal(part, x)
 
 
 def test_a_stored_result_is_not_computed_again(shapes: list[tuple[int, ...]]) -> None:

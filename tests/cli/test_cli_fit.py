@@ -27,7 +27,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "weights in NF4" not in printed
 
 
-def test_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["fit", "llama8b", "--vram", "20", "--explain"]) == 0
     printed = one_line(capsys.readouterr().out)
     assert " 20 GB " in printed
