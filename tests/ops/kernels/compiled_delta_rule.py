@@ -27,7 +27,7 @@ def measure(capability: int, dtype: str, key: int, value: int, group: int) -> di
     """Return the shared memory of each kernel, and the fewest stages that were chosen for one of them."""
     as_on(capability)
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
-    launch.processors = lambda _: 132  # type: ignore[assignment]
+    delta_rule.processors = lambda _: 132  # type: ignore[attr-defined]
     taken: dict[str, int] = {}
     stages: list[int] = []
     run = triton.JITFunction.run
