@@ -24,19 +24,42 @@ Shape suffixes: T tokens, M chunks, C tokens of a chunk, H heads of values, K si
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.chunks import Chunks
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
 
-CHUNK_SIZE = 64
-"""C, for callers that have no reason for another."""
 EPS = 1e-6
 """Added to the squared length of queries and keys that are normalised."""
 
 
+MAX_SIZE = 256
+"""The largest K and V of the kernels."""
+
+
+def chunk_size(device: torch.device, dtype: torch.dtype) -> int:
+    """Return C for values of this device and dtype.
+
+    It is 64, as in transformers. What the kernels hold of a chunk takes twice the memory in float32, so that fewer GPUs
+    could run them.
+    """
+    return 32 if device.type == "cuda" and dtype == torch.float32 else 64
+
+
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, *, normalised: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunks: Chunks,
+    *,
+    normalised: bool,
+    implementation: Implementation = "auto",
 ) -> Tensor:
     """Run the gated delta rule in each sequence by itself.
 
@@ -48,11 +71,60 @@ def gated_delta_rule(
         beta: ``[T, H]``, the rate.
         chunks: the chunks of the sequences. C is a power of two.
         normalised: whether q and k are first divided by their lengths.
+        implementation: ``auto`` runs the kernels if :func:`use_triton` allows it and they support the inputs.
 
     Returns:
-        ``[T, H, V]`` in v's dtype, computed in float32, or in float64 if v is in float64.
+        ``[T, H, V]`` in v's dtype. The definition computes in float32, or in float64 if v is in float64.
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernels don't support this decay, dtype, size or GPU.
     """
+    if use_triton(implementation, v):
+        reason = _kernel_rejects(q, k, v, g, chunks)
+        if kernel_serves(implementation, "the gated delta rule", reason):
+            return _GatedDeltaRule.apply(q, k, v, g, beta, chunks, normalised)
     return _definition(q, k, v, g, beta, chunks, normalised)
+
+
+def _kernel_rejects(q: Tensor, k: Tensor, v: Tensor, g: Tensor, chunks: Chunks) -> str | None:
+    """Return the input that the kernels don't support, and what they support instead, or None."""
+    if g.ndim == 3:
+        return "a decay for each channel, but supports one for each head"
+    if v.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype:
+        return f"{q.dtype}, {k.dtype} and {v.dtype}, but supports one of float32, bfloat16 and float16"
+    if max(k.shape[2], v.shape[2]) > MAX_SIZE:
+        return f"heads of {k.shape[2]} and {v.shape[2]}, but supports at most {MAX_SIZE}"
+    if chunks.size not in (16, 32, 64):
+        return f"chunks of {chunks.size} tokens, but supports 16, 32 and 64"
+    if v.is_cuda and torch.cuda.get_device_capability(v.device) < (8, 0):
+        return "a GPU that is older than Ampere"
+    from fastpack.ops.kernels.delta_rule_backward import fits
+
+    return None if fits(k, v, chunks.size) else f"heads of {k.shape[2]} in {v.dtype}, too large for this GPU"
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    """The autograd Function of :func:`gated_delta_rule`. Its backward computes the states again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, normalised: bool
+    ) -> Tensor:
+        from fastpack.ops.kernels import delta_rule as kernels
+
+        out, saved = kernels.forward(q, k, v, g, beta, chunks, EPS if normalised else None)
+        ctx.save_for_backward(*vars(saved).values())
+        ctx.chunks, ctx.g_dtype = chunks, g.dtype
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from fastpack.ops.kernels import delta_rule_backward as kernels
+        from fastpack.ops.kernels.delta_rule import Saved
+
+        grads = kernels.backward(grad, Saved(*ctx.saved_tensors), ctx.chunks, ctx.g_dtype)
+        return *grads, None, None
 
 
 def _definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, normalised: bool) -> Tensor:

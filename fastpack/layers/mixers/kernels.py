@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
-from fastpack.ops.delta_rule import CHUNK_SIZE
+from fastpack.ops.delta_rule import chunk_size
 from fastpack.ops.short_conv import short_conv
 from fastpack.ops.ssd import CHUNK
 from fastpack.packing.seqlens import PackedSeqLens
@@ -130,7 +130,7 @@ def _run_own_delta(
     normalised: bool,
 ) -> Tensor:
     inputs = (x.squeeze(0) for x in (q, k, v, g, beta))
-    return function(*inputs, packed.chunks(CHUNK_SIZE), normalised=normalised).unsqueeze(0)
+    return function(*inputs, packed.chunks(chunk_size(v.device, v.dtype)), normalised=normalised).unsqueeze(0)
 
 
 def _run_linear_attention(

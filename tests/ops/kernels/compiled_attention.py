@@ -27,7 +27,7 @@ def as_on(capability: int) -> None:
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: 0,
+            get_current_device=lambda: capability,  # Triton keeps what it compiled by device
             get_current_stream=lambda device: 0,
             get_current_target=lambda: target,
         )

@@ -101,3 +101,24 @@ def test_recurrences_compile() -> None:
     for case, built in zip(RECURRENCES, result, strict=True):
         assert len(built["taken"]) == {"ssd": 5, "conv": 2}[str(case[0])], case
         assert all(0 < taken <= built["limit"] for taken in built["taken"].values()), (case, built)
+
+
+DELTA_RULE = [
+    (90, "bfloat16", 128, 128, 2),
+    (80, "bfloat16", 128, 128, 1),
+    (89, "float16", 96, 192, 1),
+    (90, "float32", 128, 128, 1),
+]
+"""Compute capability, dtype, K, V, heads of values that share a key."""
+T4 = 65_536
+"""Bytes: with less shared memory than on any GPU that they run on, the smallest that Triton compiles for."""
+
+
+@pytest.mark.slow
+def test_delta_rule_compiles() -> None:
+    result = compiled("compiled_delta_rule.py", DELTA_RULE)
+    for case, built in zip(DELTA_RULE, result, strict=True):
+        limit = T4 if case[:4] == (80, "bfloat16", 128, 128) else built["limit"]
+        assert len(built["taken"]) == 9, case
+        assert all(0 <= taken <= limit for taken in built["taken"].values()), (case, built)
+        assert built["stages"] >= 1, case
