@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -132,6 +132,20 @@ class AttentionStore(Protocol):
 
     def load_attention(self) -> list[Tensor] | None:
         """Return the stored tensors, or None if they must be computed."""
+
+
+Kept = tuple[AttentionStore, int] | None
+"""A store and the operations that its tensors take, or None if nothing is stored."""
+
+
+def stored_or_computed(kept: Kept, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Return the stored tensors; or compute tensors, and store them if there is a store."""
+    stored = None if kept is None else kept[0].load_attention()
+    if stored is None:
+        stored = compute()
+        if kept is not None:
+            kept[0].save_attention(stored, kept[1])
+    return stored
 
 
 @dataclass(frozen=True, eq=False)

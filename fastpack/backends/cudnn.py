@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.backends.call import AttentionCall, AttentionShape, AttentionStore
+from fastpack.backends.call import AttentionCall, AttentionShape, Kept, stored_or_computed
 from fastpack.backends.limits import HALF_DTYPES, Limits, cuda_capability, lacks, needs_cuda, wrong_dtype, wrong_sizes
 from fastpack.ops.autograd import differentiable_once
 from fastpack.packing.seqlens import PackedSeqLens
@@ -172,22 +172,21 @@ class _Cudnn(torch.autograd.Function):
         v: Tensor,
         scale: float,
         groups: Sequence[_Group],
-        kept: tuple[AttentionStore, int] | None,
+        kept: Kept,
     ) -> Tensor:
-        stored = None if kept is None else kept[0].load_attention()
-        if stored is None:
+        def compute() -> list[Tensor]:
             out, lses = None, []
             for group in groups:
                 rows, lse = kernel_forward(group.rows(q), group.rows(k), group.rows(v), scale)
                 out = group.put(rows, out, len(q))
                 lses.append(lse)
             assert out is not None, "a batch has a sequence"
-            stored = [out, *lses]
-            if kept is not None:
-                kept[0].save_attention(stored, kept[1])
-        ctx.save_for_backward(q, k, v, *stored)
+            return [out, *lses]
+
+        out, *lses = stored_or_computed(kept, compute)
+        ctx.save_for_backward(q, k, v, out, *lses)
         ctx.scale, ctx.groups = scale, groups
-        return stored[0]
+        return out
 
     @staticmethod
     @differentiable_once

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastpack.backends.call import AttentionCall, AttentionShape, AttentionStore
+from fastpack.backends.call import AttentionCall, AttentionShape, Kept, stored_or_computed
 from fastpack.backends.limits import (
     FLOAT_DTYPES,
     HALF_DTYPES,
@@ -110,7 +110,7 @@ class _TritonPacked(torch.autograd.Function):
         cu_seqlens: Tensor,
         rows: Tensor | None,
         scores: Scores,
-        kept: tuple[AttentionStore, int] | None,
+        kept: Kept,
         *layout: Tensor | None,
     ) -> Tensor:
         from fastpack.ops.kernels import attention
@@ -118,12 +118,9 @@ class _TritonPacked(torch.autograd.Function):
         # the gradient of a sink is a sum over all tokens: computed from a rounded result, it would lose small terms
         exact = torch.float32 if ctx.needs_input_grad[3] else None
         seen = {"seen_keys": layout[:2], "paths": layout[4:6]}
-        stored = None if kept is None else kept[0].load_attention()
-        if stored is None:
-            stored = [*attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows, **seen)]
-            if kept is not None:
-                kept[0].save_attention(stored, kept[1])
-        out, lse = stored
+        out, lse = stored_or_computed(
+            kept, lambda: [*attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows, **seen)]
+        )
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows, *layout)
         ctx.scores = scores
         return out.to(q.dtype)
