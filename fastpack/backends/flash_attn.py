@@ -38,7 +38,7 @@ SERVES = ("window",)
 LIMITS = Limits(
     f"{AMPERE}; 3: Hopper; 4: Hopper or B200, head sizes that are multiples of 32",
     ("softcap (2, 3)", "dropout (2)"),
-    "pip install flash-attn, or flash-attn-4",
+    "pip install flash-attn, or fastpack-train[flash4]",
 )
 
 
