@@ -147,7 +147,7 @@ def _run_own_delta(
     beta: Tensor,
     normalised: bool,
 ) -> Tensor:
-    inputs = (x.squeeze(0) for x in (q, k, v, g, beta))
+    inputs = (x.squeeze(0) for x in (q, k.to(q.dtype), v.to(q.dtype), g, beta))
     return function(*inputs, packed.chunks(chunk_size(v.device, v.dtype)), normalised=normalised).unsqueeze(0)
 
 
