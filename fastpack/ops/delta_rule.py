@@ -134,16 +134,19 @@ def _definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks
     size, group = k.shape[2], v.shape[1] // k.shape[1]
     order, counts = _steps(chunks)
     with torch.autocast(q.device.type, enabled=False):
-        q, k = (_unit(x.to(wide)) if normalised else x.to(wide) for x in (q, k))
-        q, k = (x.repeat_interleave(group, 1) for x in (q * size**-0.5, k))
+        # in transformers' order, so that float32 rounds alike
+        q, k = (x.to(wide).repeat_interleave(group, 1) for x in (q, k))
+        q, k = (_unit(x) if normalised else x for x in (q, k))
+        q = q * size**-0.5
         g = g.unsqueeze(-1) if g.ndim == 2 else g
         q, k, v_MHCV, g, beta = (
             chunks.gather(x.to(wide))[order].transpose(1, 2) for x in (q, k, v, g, beta.unsqueeze(-1))
         )
+        rated = beta * k
         sums = g.cumsum(2)  # of zeros after a chunk's end, so the last one is always the sum of all
         last = sums[:, :, -1:]
-        A, P = _decayed_products(torch.stack([beta * k, q]), k, sums)
-        rates = torch.cat([beta * k * sums.exp(), beta * v_MHCV], -1)
+        A, P = _decayed_products(torch.stack([rated, q]), k, sums)
+        rates = torch.cat([rated * sums.exp(), beta * v_MHCV], -1)
         solved = torch.linalg.solve_triangular(A.tril(-1), rates, upper=False, unitriangular=True)
         w, u = solved.split([size, v.shape[2]], -1)
         by_step = (x.split(counts) for x in (q * sums.exp(), k * (last - sums).exp(), last.exp().mT, w, u, P))
