@@ -82,7 +82,7 @@ def test_frequencies_of_each_length_with_positions_along_several_axes(model_type
     model = with_rope(model_type, kind, partial_rotary_factor=0.5, **further).train()
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model)
-    check_exact(model, alone)
+    check_exact(model, alone, 1e-4)  # the stock model's own error in float32, from its delta rule
 
 
 @pytest.mark.parametrize("kind", ROPE)

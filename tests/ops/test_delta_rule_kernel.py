@@ -12,7 +12,7 @@ from fastpack.ops.delta_rule import chunk_size, gated_delta_rule
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import delta_rule as kernels
-from fastpack.ops.kernels import delta_rule_backward
+from fastpack.ops.kernels import delta_rule_backward, launch
 
 CASES = [
     # lengths, C, K and V, normalised
@@ -61,7 +61,7 @@ def test_kernels_are_the_definition(
         lambda *xs: gated_delta_rule(*xs, chunks, normalised=normalised, implementation="triton"), inputs
     )
     assert [x.dtype for x in got] == [dtype, *(x.dtype for x in inputs)]
-    bound = 1e-5 if dtype == torch.float32 else 12 * torch.finfo(dtype).eps
+    bound = 1e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
     assert max(errors(got, want)) <= bound, errors(got, want)
     assert (len(forward), len(backward)) == (1, 1)
     if len(lengths) > 1:
@@ -112,9 +112,12 @@ def test_views_are_read_where_they_are(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_the_kernels_do_not_support(device: str) -> None:
+def test_what_the_kernels_do_not_support(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, chunks = make_inputs(20, device=device), chunks_of([20], 16, 0, device)
     with pytest.raises(ValueError, match="chunks of 8 tokens"):
         gated_delta_rule(*inputs, chunks_of([20], 8, 0, device), normalised=True, implementation="triton")
     with pytest.raises(ValueError, match="float64"):
         gated_delta_rule(*(x.double() for x in inputs), chunks, normalised=True, implementation="triton")
+    monkeypatch.setattr(launch, "shared_memory", lambda _: 2**10)
+    with pytest.raises(ValueError, match="too large for this GPU"):
+        gated_delta_rule(*inputs, chunks, normalised=True, implementation="triton")

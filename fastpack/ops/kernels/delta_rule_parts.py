@@ -48,12 +48,16 @@ class DeltaTile:
             for counts in (self.streamed, self.resident)
         )
         return {
-            **{"HEADS": heads, "GROUP": heads // k.shape[1], "K": k.shape[2], "V": value},
-            **{"BLOCK_K": block_k, "BLOCK_V": block_v, "C": size, "PRECISION": precision_of(v)},
-            **{
-                "num_warps": self.warps * (2 if block_k > 128 else 1),
-                "num_stages": stages_that_fit(v.device, self.stages, resident, streamed),
-            },
+            "HEADS": heads,
+            "GROUP": heads // k.shape[1],
+            "K": k.shape[2],
+            "V": value,
+            "BLOCK_K": block_k,
+            "BLOCK_V": block_v,
+            "C": size,
+            "PRECISION": precision_of(v),
+            "num_warps": self.warps * (2 if block_k > 128 else 1),
+            "num_stages": stages_that_fit(v.device, self.stages, resident, streamed),
         }
 
     def options_of_walk(self, k: Tensor, v: Tensor, chunks: Chunks) -> tuple[int, dict[str, Any]]:
