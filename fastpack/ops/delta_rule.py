@@ -77,7 +77,7 @@ def gated_delta_rule(
         ``[T, H, V]`` in v's dtype. The definition computes in float32, or in float64 if v is in float64.
 
     Raises:
-        ValueError: ``implementation="triton"``, and the kernels don't support this decay, dtype, size or GPU.
+        ValueError: ``implementation="triton"``, and the kernels don't support this dtype, size or GPU.
     """
     if use_triton(implementation, v):
         reason = _kernel_rejects(q, k, v, g, chunks)
@@ -88,8 +88,6 @@ def gated_delta_rule(
 
 def _kernel_rejects(q: Tensor, k: Tensor, v: Tensor, g: Tensor, chunks: Chunks) -> str | None:
     """Return the input that the kernels don't support, and what they support instead, or None."""
-    if g.ndim == 3:
-        return "a decay for each channel, but supports one for each head"
     if v.dtype not in KERNEL_DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"{q.dtype}, {k.dtype} and {v.dtype}, but supports one of float32, bfloat16 and float16"
     if max(k.shape[2], v.shape[2]) > MAX_SIZE:
@@ -100,7 +98,11 @@ def _kernel_rejects(q: Tensor, k: Tensor, v: Tensor, g: Tensor, chunks: Chunks) 
         return "a GPU that is older than Ampere"
     from fastpack.ops.kernels.delta_rule_backward import fits
 
-    return None if fits(k, v, chunks.size) else f"heads of {k.shape[2]} in {v.dtype}, too large for this GPU"
+    return (
+        None
+        if fits(k, v, chunks, by_channel=g.ndim == 3)
+        else f"heads of {k.shape[2]} in {v.dtype}, too large for this GPU"
+    )
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -121,7 +123,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from fastpack.ops.kernels import delta_rule_backward as kernels
-        from fastpack.ops.kernels.delta_rule import Saved
+        from fastpack.ops.kernels.delta_rule_parts import Saved
 
         grads = kernels.backward(grad, Saved(*ctx.saved_tensors), ctx.chunks, ctx.g_dtype)
         return *grads, None, None
@@ -132,16 +134,19 @@ def _definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks
     size, group = k.shape[2], v.shape[1] // k.shape[1]
     order, counts = _steps(chunks)
     with torch.autocast(q.device.type, enabled=False):
-        q, k = (_unit(x.to(wide)) if normalised else x.to(wide) for x in (q, k))
-        q, k = (x.repeat_interleave(group, 1) for x in (q * size**-0.5, k))
+        # in transformers' order, so that float32 rounds alike
+        q, k = (x.to(wide).repeat_interleave(group, 1) for x in (q, k))
+        q, k = (_unit(x) if normalised else x for x in (q, k))
+        q = q * size**-0.5
         g = g.unsqueeze(-1) if g.ndim == 2 else g
         q, k, v_MHCV, g, beta = (
             chunks.gather(x.to(wide))[order].transpose(1, 2) for x in (q, k, v, g, beta.unsqueeze(-1))
         )
+        rated = beta * k
         sums = g.cumsum(2)  # of zeros after a chunk's end, so the last one is always the sum of all
         last = sums[:, :, -1:]
-        A, P = _decayed_products(torch.stack([beta * k, q]), k, sums)
-        rates = torch.cat([beta * k * sums.exp(), beta * v_MHCV], -1)
+        A, P = _decayed_products(torch.stack([rated, q]), k, sums)
+        rates = torch.cat([rated * sums.exp(), beta * v_MHCV], -1)
         solved = torch.linalg.solve_triangular(A.tril(-1), rates, upper=False, unitriangular=True)
         w, u = solved.split([size, v.shape[2]], -1)
         by_step = (x.split(counts) for x in (q * sums.exp(), k * (last - sums).exp(), last.exp().mT, w, u, P))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import accumulate, pairwise
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from delta_cases import HEADS, LENGTHS, chunks_of, errors, gradients_of, make_inputs
 from op_checks import relative
 from torch import Tensor
-from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack.ops.delta_rule import gated_delta_rule
 
@@ -20,7 +21,7 @@ def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int], *, normalised: bool
 ) -> Tensor:
     if normalised:
-        q, k = l2norm(q), l2norm(k)
+        q, k = (modeling_qwen3_next.l2norm(x) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q * q.shape[-1] ** -0.5, k))
     decay = (g if g.ndim == 3 else g[..., None]).exp()[..., None]
     out = []
@@ -74,6 +75,16 @@ def test_extreme_decays(decay: float | str, by_channel: bool) -> None:
     narrow = [x.float() for x in inputs]
     got = gradients_of(lambda *xs: gated_delta_rule(*xs, chunks, normalised=True), narrow)
     assert max(errors(got, want)) <= 1e-5
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [7, 1, 65, 130]], ids=str)
+def test_float32_rounds_as_in_transformers(lengths: list[int]) -> None:
+    """A model then differs from its sequences alone by less than its own rounding, however badly conditioned."""
+    inputs = make_inputs(sum(lengths), dtype=torch.float32, sizes=(16, 16))
+    parts = zip(*(x[None].split(lengths, 1) for x in inputs), strict=True)
+    upstream = inspect.unwrap(modeling_qwen3_next.torch_chunk_gated_delta_rule)
+    alone = [upstream(*part, use_qk_l2norm_in_kernel=True)[0][0] for part in parts]
+    assert relative(gated_delta_rule(*inputs, chunks_of(lengths, 64), normalised=True), torch.cat(alone)) <= 2e-7
 
 
 def test_autocast_changes_nothing() -> None:

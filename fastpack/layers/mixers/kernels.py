@@ -129,8 +129,10 @@ def _run_own_delta(
     beta: Tensor,
     normalised: bool,
 ) -> Tensor:
-    inputs = (x.squeeze(0) for x in (q, k, v, g, beta))
-    return function(*inputs, packed.chunks(chunk_size(v.device, v.dtype)), normalised=normalised).unsqueeze(0)
+    inputs = (x.squeeze(0) for x in (q, k.to(q.dtype), v.to(q.dtype), g, beta))
+    return function(
+        *inputs, packed.to(v.device).chunks(chunk_size(v.device, v.dtype)), normalised=normalised
+    ).unsqueeze(0)
 
 
 def _run_linear_attention(

@@ -1,4 +1,4 @@
-"""The gated delta rule with a decay per head: the kernels of the backward.
+"""The gated delta rule: the kernels of the backward.
 
 With primes for gradients, and n, w, u, A, P, G as in :mod:`fastpack.ops.delta_rule` (q with its scale):
 
@@ -10,6 +10,8 @@ With primes for gradients, and n, w, u, A, P, G as in :mod:`fastpack.ops.delta_r
 
 The first kernel writes w, u and the part of n' within a chunk; the forward's second kernel follows; then one carries S'
 through each sequence from its end, and two write the gradients of a chunk: through w and u, and through the result.
+With a decay for each channel, other kernels work within a chunk
+(:mod:`fastpack.ops.kernels.delta_rule_channels_backward`).
 """
 
 from __future__ import annotations
@@ -20,25 +22,26 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.chunks import Chunks
-from fastpack.ops.kernels.delta_rule import (
-    OUTPUTS,
-    SOLVE,
-    STATES,
+from fastpack.ops.kernels import delta_rule_channels_backward as channels
+from fastpack.ops.kernels.delta_rule import OUTPUTS, SOLVE, STATES, run_states, write_w
+from fastpack.ops.kernels.delta_rule_parts import (
     DeltaTile,
     Saved,
-    block_of,
+    Walk,
     load_rows,
+    load_total,
     locate_chunk,
     pairwise_decays,
     per_token,
     product,
     readable,
-    run_states,
+    square_of,
     state_of,
     store_rows,
     strides,
-    write_w_and_u,
+    write_u,
 )
+from fastpack.ops.kernels.delta_rule_units import gradient_of_keys
 from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 AGAIN = DeltaTile(block_v=64, warps=4, stages=2, streamed=(0, 2, 0), resident=(2, 0, 0, 2))
@@ -62,14 +65,11 @@ def _again_kernel(
     token = tl.arange(0, C)
     beta = tl.load(per_token(BETA, begin, head, HEADS, C), mask=token < length, other=0.0).to(tl.float32)
     sums = tl.load(per_token(SUMS, begin, head, HEADS, C), mask=token < length, other=0.0)
-    INVERSE += (chunk.to(tl.int64) * HEADS + head) * (C * C)
-    inverse = tl.load(INVERSE + token[:, None] * C + token[None, :])
+    inverse = tl.load(square_of(INVERSE, chunk, head, HEADS, C))
     q = load_rows(QUERIES + (head // GROUP).to(tl.int64) * q_head, begin, length, q_token, 0, C, K, BLOCK_K)
     k = load_rows(KEYS + (head // GROUP).to(tl.int64) * k_head, begin, length, k_token, 0, C, K, BLOCK_K)
-    write_w_and_u(
-        VALUES, W, U, inverse, k, beta, sums, begin, length, head, v_token, v_head,
-        HEADS, K, V, BLOCK_K, BLOCK_V, C, PRECISION,
-    )  # fmt: skip
+    write_w(W, inverse, k, beta, sums, begin, length, head, HEADS, K, BLOCK_K, C, PRECISION)
+    write_u(VALUES, U, inverse, beta, begin, length, head, v_token, v_head, HEADS, V, BLOCK_V, C, PRECISION)
     scores = product(q, tl.trans(k), PRECISION) * pairwise_decays(sums, length, C) * scale
     scores = tl.trans(scores.to(q.dtype))
     GRAD += head.to(tl.int64) * grad_head
@@ -84,11 +84,12 @@ def _state_gradients_kernel(
     QUERIES, KEYS, SUMS, W, GRAD, DNEW, DSTATES, CU_SEQLENS, CU_CHUNKS, scale,
     q_token, q_head, k_token, k_head, grad_token, grad_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the states at the chunks' ends, DSTATES ``[M, H, K, V]``, and complete DNEW.
 
-    Grid: sequences times heads times blocks of V.
+    Grid: sequences times heads times blocks of V. With a decay for each channel, QUERIES and KEYS are decayed.
     """
     wait_for_inputs(EARLY)
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -110,16 +111,21 @@ def _state_gradients_kernel(
         w = load_rows(W + head * K, begin, length, HEADS * K, 0, C, K, BLOCK_K)
         grad = load_rows(GRAD, begin, length, grad_token, first, C, V, BLOCK_V)
         local = load_rows(DNEW + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
-        sums = tl.load(per_token(SUMS, begin, head, HEADS, C), mask=tl.arange(0, C) < length, other=0.0)
-        total = tl.load(SUMS + (begin + length - 1).to(tl.int64) * HEADS + head)
         at, inside = state_of(DSTATES, end_chunk - 1 - back, head, first, HEADS, K, V, BLOCK_K, BLOCK_V)
         rounded = dstate.to(k.dtype)
         tl.store(at, rounded, mask=inside)
-        dnew = local.to(tl.float32) + product(k, rounded, PRECISION) * tl.exp(total - sums)[:, None]
-        dnew = dnew.to(k.dtype)
+        through = product(k, rounded, PRECISION)
+        grad = grad.to(tl.float32) * scale
+        if BY_CHANNEL:
+            total = load_total(SUMS, begin + length - 1, head, HEADS, K, BLOCK_K)[:, None]
+        else:
+            sums = tl.load(per_token(SUMS, begin, head, HEADS, C), mask=tl.arange(0, C) < length, other=0.0)
+            total = tl.load(SUMS + (begin + length - 1).to(tl.int64) * HEADS + head)
+            through *= tl.exp(total - sums)[:, None]
+            grad *= tl.exp(sums)[:, None]
+        dnew = (local.to(tl.float32) + through).to(k.dtype)
         store_rows(DNEW + head * V, dnew, begin, length, HEADS * V, first, C, V, BLOCK_V)
-        decayed = (grad.to(tl.float32) * (tl.exp(sums) * scale)[:, None]).to(q.dtype)
-        dstate = dstate * tl.exp(total) + product(tl.trans(q), decayed, PRECISION)
+        dstate = dstate * tl.exp(total) + product(tl.trans(q), grad.to(q.dtype), PRECISION)
         dstate -= product(tl.trans(w), dnew, PRECISION)
 
 
@@ -138,8 +144,7 @@ def _system_gradients_kernel(
     token = tl.arange(0, C)
     real = token < length
     beta = tl.load(per_token(BETA, begin, head, HEADS, C), mask=real, other=0.0).to(tl.float32)
-    INVERSE += (chunk.to(tl.int64) * HEADS + head) * (C * C)
-    inverse = tl.load(INVERSE + token[None, :] * C + token[:, None])  # transposed
+    inverse = tl.trans(tl.load(square_of(INVERSE, chunk, head, HEADS, C)))
     dw = tl.zeros((C, BLOCK_K), dtype=tl.float32)
     dA = tl.zeros((C, C), dtype=tl.float32)
     dbeta = tl.zeros((C,), dtype=tl.float32)
@@ -233,40 +238,14 @@ def _output_gradients_kernel(
     tl.store(per_token(DG, begin, head, HEADS, C), dg.to(DG.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _key_gradients_kernel(
-    GRAD, X, INVERSE_LENGTH, OUT, rows, token, head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Add up GRAD ``[T, H, K]`` over the heads of a group: OUT ``[T, heads, K]``.
-
-    If there is an INVERSE_LENGTH, X ``[T, heads, K]`` has rows of length 1, and OUT is the gradient before normalising.
-    """
-    wait_for_inputs(EARLY)
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
-    mask = (row < rows)[:, None] & (column < K)[None, :]
-    GRAD += row.to(tl.int64)[:, None] * (GROUP * K) + column[None, :]
-    grad = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
-    for member in tl.static_range(GROUP):
-        grad += tl.load(GRAD + member * K, mask=mask, other=0.0).to(tl.float32)
-    if INVERSE_LENGTH is not None:
-        at = (row // HEADS).to(tl.int64) * token + (row % HEADS).to(tl.int64) * head
-        x = tl.load(X + at[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.load(INVERSE_LENGTH + row, mask=row < rows, other=0.0)
-        grad = (grad - x * tl.sum(grad * x, 1)[:, None]) * inverse[:, None]
-    tl.store(OUT + row.to(tl.int64)[:, None] * K + column[None, :], grad.to(OUT.dtype.element_ty), mask=mask)
+def fits(k: Tensor, v: Tensor, chunks: Chunks, *, by_channel: bool) -> bool:
+    """Return whether these chunks fit into the shared memory of this device in every kernel."""
+    within = channels.TILES if by_channel else (SOLVE, AGAIN, SYSTEM_GRADIENTS, OUTPUT_GRADIENTS)
+    tiles = (*within, STATES, OUTPUTS, STATE_GRADIENTS)
+    return all(tile.options(k, v, chunks.size)["num_stages"] for tile in tiles)
 
 
-def fits(k: Tensor, v: Tensor, size: int) -> bool:
-    """Return whether chunks of ``size`` tokens fit into the shared memory of this device in every kernel."""
-    tiles = (SOLVE, STATES, OUTPUTS, AGAIN, STATE_GRADIENTS, SYSTEM_GRADIENTS, OUTPUT_GRADIENTS)
-    return all(tile.options(k, v, size)["num_stages"] for tile in tiles)
-
-
-def backward(
-    grad: Tensor, saved: Saved, chunks: Chunks, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, saved: Saved, chunks: Chunks, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g and beta.
 
     Args:
@@ -275,48 +254,56 @@ def backward(
         chunks: the chunks of the forward.
         dtype: g's dtype.
     """
-    q, k, v, beta, sums, inverse = saved.q, saved.k, saved.v, saved.beta, saved.sums, saved.inverse
-    grad = readable(grad)
-    (tokens, heads, _), size = v.shape, k.shape[2]
-    programs = (len(chunks.begin) * heads,)
-    scale = size**-0.5
-    w = v.new_empty(tokens, heads, size)
-    u, dnew, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(3))
-    dq, dk = torch.empty_like(w), torch.empty_like(w)
-    dg, dsums, dbeta = torch.empty_like(sums, dtype=dtype), torch.empty_like(sums), torch.empty_like(beta)
+    grad, v, walk = readable(grad), saved.v, Walk.empty(saved)
+    dnew, dv = torch.empty_like(walk.u), torch.empty_like(walk.u)
+    dq, dk = torch.empty_like(walk.w), torch.empty_like(walk.w)
+    dsums = torch.empty_like(saved.sums)
+    dg, dbeta = torch.empty_like(dsums, dtype=dtype), torch.empty_like(saved.beta)
     with on_device(v):
-        _again_kernel[programs](
-            q, k, v, beta, sums, inverse, grad, w, u, dnew, chunks.begin, chunks.end, scale, *strides(q, k, v, grad),
-            **AGAIN.options(k, v, chunks.size), **early(v),
-        )  # fmt: skip
-        states, new = run_states(saved, w, u, chunks)
+        (channels.again if saved.by_channel else _again)(saved, walk, grad, dnew, chunks)
+        states, new = run_states(saved, walk, chunks)
         dstates = torch.empty_like(states)
-        walks, options = STATE_GRADIENTS.options_of_walk(k, v, chunks)
-        _state_gradients_kernel[(walks,)](
-            q, k, sums, w, grad, dnew, dstates, chunks.cu_seqlens, chunks.cu_chunks, scale, *strides(q, k, grad),
-            **options, **early(v),
+        programs, options = STATE_GRADIENTS.options_of_walk(walk.k, v, chunks)
+        _state_gradients_kernel[(programs,)](
+            walk.q, walk.k, saved.sums, walk.w, grad, dnew, dstates, chunks.cu_seqlens, chunks.cu_chunks,
+            walk.k.shape[2] ** -0.5, *strides(walk.q, walk.k, grad), BY_CHANNEL=saved.by_channel, **options, **early(v),
         )  # fmt: skip
-        _system_gradients_kernel[programs](
-            k, v, beta, sums, inverse, w, u, states, dnew, dk, dv, dsums, dbeta, chunks.begin, chunks.end,
-            *strides(k, v), **SYSTEM_GRADIENTS.options(k, v, chunks.size), **early(v),
-        )  # fmt: skip
-        _output_gradients_kernel[programs](
-            q, k, sums, grad, new, states, dstates, dsums, dq, dk, dg, chunks.begin, chunks.end, scale,
-            *strides(q, k, grad), **OUTPUT_GRADIENTS.options(k, v, chunks.size), **early(v),
-        )  # fmt: skip
-        return _of_keys(dq, q, saved.q_lengths), _of_keys(dk, k, saved.k_lengths), dv, dg, dbeta
+        (channels.gradients if saved.by_channel else _gradients)(
+            saved, walk, grad, (states, dstates), (new, dnew), (dq, dk, dv, dg, dbeta), dsums, chunks
+        )
+        dq = gradient_of_keys(dq, saved.q, saved.q_lengths)
+        dk = gradient_of_keys(dk, saved.k, saved.k_lengths)
+    return dq, dk, dv, dg, dbeta
 
 
-def _of_keys(grad: Tensor, x: Tensor, inverse_lengths: Tensor | None) -> Tensor:
-    """Return the gradient of q or k ``[T, heads, K]`` from that of each head of values ``[T, H, K]``."""
-    if inverse_lengths is None and grad.shape == x.shape:
-        return grad
-    tokens, heads, size = x.shape
-    block = block_of(size)
-    rows = max(1, 2048 // block)
-    out = x.new_empty(x.shape)
-    _key_gradients_kernel[(triton.cdiv(tokens * heads, rows),)](
-        grad, x, inverse_lengths, out, tokens * heads, *strides(x), heads, grad.shape[1] // heads, size, block, rows,
-        **early(x),
+def _again(saved: Saved, walk: Walk, grad: Tensor, dnew: Tensor, chunks: Chunks) -> None:
+    """Write w, u and the part of n' within a chunk."""
+    q, k, v = saved.q, saved.k, saved.v
+    _again_kernel[(len(chunks.begin) * v.shape[1],)](
+        q, k, v, saved.beta, saved.sums, saved.inverse, grad, walk.w, walk.u, dnew, chunks.begin, chunks.end,
+        k.shape[2] ** -0.5, *strides(q, k, v, grad), **AGAIN.options(k, v, chunks.size), **early(v),
     )  # fmt: skip
-    return out
+
+
+def _gradients(
+    saved: Saved,
+    walk: Walk,
+    grad: Tensor,
+    states: tuple[Tensor, Tensor],
+    news: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, ...],
+    dsums: Tensor,
+    chunks: Chunks,
+) -> None:
+    """Write the gradients of q and k for each head of values, and those of v, g and beta."""
+    q, k, v, sums = saved.q, saved.k, saved.v, saved.sums
+    dq, dk, dv, dg, dbeta = grads
+    programs = (len(chunks.begin) * v.shape[1],)
+    _system_gradients_kernel[programs](
+        k, v, saved.beta, sums, saved.inverse, walk.w, walk.u, states[0], news[1], dk, dv, dsums, dbeta,
+        chunks.begin, chunks.end, *strides(k, v), **SYSTEM_GRADIENTS.options(k, v, chunks.size), **early(v),
+    )  # fmt: skip
+    _output_gradients_kernel[programs](
+        q, k, sums, grad, news[0], *states, dsums, dq, dk, dg, chunks.begin, chunks.end, k.shape[2] ** -0.5,
+        *strides(q, k, grad), **OUTPUT_GRADIENTS.options(k, v, chunks.size), **early(v),
+    )  # fmt: skip

@@ -66,6 +66,21 @@ def test_packed_on_a_cpu(model_type: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert max(error.logits, error.loss, error.grads) <= BOUND
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", NAMED)
+def test_packed_on_a_gpu(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, which no other package computes exactly."""
+    model: Any = build_tiny(model_type).train().cuda()
+    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
+    alone = run_alone(model, sequences)
+    fastpack.patch(model)
+    kernels = importlib.import_module("fastpack.ops.kernels.delta_rule")
+    calls = count_calls(monkeypatch, kernels, "forward")
+    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
+    assert calls
+    assert max(error.logits, error.loss, error.grads) <= 5 * BOUND, "the tiny model's own error is near 1e-4"
+
+
 @pytest.mark.parametrize("model_type", NAMED)
 def test_a_dropped_boundary_is_caught(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = build_tiny(model_type).train()

@@ -23,7 +23,7 @@ from fastpack.ops.kernels import delta_rule, delta_rule_backward, launch
 LENGTHS = [300, 1, 64]
 
 
-def measure(capability: int, dtype: str, key: int, value: int, group: int) -> dict[str, Any]:
+def measure(capability: int, dtype: str, key: int, value: int, group: int, by_channel: bool) -> dict[str, Any]:
     """Return the shared memory of each kernel, and the fewest stages that were chosen for one of them."""
     as_on(capability)
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
@@ -34,7 +34,7 @@ def measure(capability: int, dtype: str, key: int, value: int, group: int) -> di
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         built = run(kernel, *args, **{**options, "warmup": True})
-        taken[kernel.__name__] = int(built.metadata.shared)
+        taken[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"] = int(built.metadata.shared)
         stages.append(options.get("num_stages", 1))
         return built
 
@@ -44,7 +44,7 @@ def measure(capability: int, dtype: str, key: int, value: int, group: int) -> di
     tokens, heads = sum(LENGTHS), 4
     q, k = (torch.zeros(tokens, heads // group, key, dtype=of) for _ in range(2))
     v = torch.zeros(tokens, heads, value, dtype=of)
-    g, beta = torch.zeros(tokens, heads), torch.zeros(tokens, heads, dtype=of)
+    g, beta = torch.zeros(tokens, heads, *[key] * by_channel), torch.zeros(tokens, heads, dtype=of)
     triton.JITFunction.run = compile_only
     out, saved = delta_rule.forward(q, k, v, g, beta, chunks, EPS)
     delta_rule_backward.backward(out, saved, chunks, g.dtype)

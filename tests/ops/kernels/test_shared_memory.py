@@ -104,14 +104,17 @@ def test_recurrences_compile() -> None:
 
 
 DELTA_RULE = [
-    (90, "bfloat16", 128, 128, 2),
-    (80, "bfloat16", 128, 128, 1),
-    (89, "float16", 96, 192, 1),
-    (90, "float32", 128, 128, 1),
+    (90, "bfloat16", 128, 128, 2, False),
+    (80, "bfloat16", 128, 128, 1, False),
+    (89, "float16", 96, 192, 1, False),
+    (90, "float32", 128, 128, 1, False),
+    (90, "bfloat16", 128, 128, 1, True),
+    (80, "bfloat16", 128, 128, 1, True),
+    (90, "float32", 128, 128, 1, True),
 ]
-"""Compute capability, dtype, K, V, heads of values that share a key."""
+"""Compute capability, dtype, K, V, heads of values that share a key, whether the decay is one per channel."""
 T4 = 65_536
-"""Bytes: with less shared memory than on any GPU that they run on, the smallest that Triton compiles for."""
+"""Bytes of shared memory: less than on any GPU that runs these kernels."""
 
 
 @pytest.mark.slow
@@ -119,6 +122,6 @@ def test_delta_rule_compiles() -> None:
     result = compiled("compiled_delta_rule.py", DELTA_RULE)
     for case, built in zip(DELTA_RULE, result, strict=True):
         limit = T4 if case[:4] == (80, "bfloat16", 128, 128) else built["limit"]
-        assert len(built["taken"]) == 9, case
+        assert len(built["taken"]) == (11 if case[5] else 9), case
         assert all(0 <= taken <= limit for taken in built["taken"].values()), (case, built)
         assert built["stages"] >= 1, case
