@@ -63,6 +63,15 @@ def rows_of(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def behind_padding(ids: Tensor, slots: int) -> dict[str, Tensor]:
+    """Return ``input_ids`` and ``attention_mask`` of one sequence ``[L]`` behind slots of padding; no mask for none."""
+    if not slots:
+        return {"input_ids": ids[None]}
+    padding = ids.new_zeros(slots)
+    mask = torch.cat([padding, torch.ones_like(ids)])
+    return {"input_ids": torch.cat([padding, ids])[None], "attention_mask": mask[None]}
+
+
 def taken_for_one(sequences: Sequence[Tensor]) -> dict[str, Any]:
     """Return the control: the same tokens as one sequence, in which each token sees all earlier tokens."""
     return packed([torch.cat(list(sequences))])

@@ -9,6 +9,9 @@ since fused kernels round at other places, too. A third way changes the inputs a
 rounding. It is used in three cases: in full precision; if there is no other attention, or the other attention computes
 another function; and if a model rounds more coarsely inside than its hidden states do (4-bit weights that compute in
 bfloat16, with float32 hidden states).
+
+Neither way changes how a recurrence rounds. In full precision the stock model also runs with padding on the left, where
+its chunks begin at other tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.expert_choices import Choices, recorded, replayed
-from fastpack.exactness.inputs import packed, rows_of, single, taken_for_one
+from fastpack.exactness.inputs import behind_padding, packed, rows_of, single, taken_for_one
 from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
@@ -35,6 +38,8 @@ SPREAD = 8
 LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
 """Shares of elements to move by one rounding. Moving a twelfth adds the variance of one rounding error (1/12); moving
 two thirds adds about three times the standard deviation of one."""
+SHIFT = 13
+"""The number of slots of padding on the left of each sequence."""
 KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of trained weights"}
 """The names of the tensors that are compared."""
 
@@ -48,12 +53,14 @@ class Runs:
         head: The module that is called: the head, or the model.
         stock: Makes a context in which the model is the stock model.
         choosers: The modules that choose experts.
+        recurrent: Whether the model has recurrences, and so computes the same behind padding on the left.
     """
 
     probes: Sequence[Probe]
     head: nn.Module
     stock: Callable[[], AbstractContextManager[Any]]
     choosers: Sequence[nn.Module]
+    recurrent: bool = False
 
     def compare(self) -> Verification:
         """Run all passes, and return every comparison with its bound."""
@@ -67,10 +74,10 @@ class Runs:
         errors = {name: compare_draws([mean[name] for mean in means], true, half=half) for name in means[0]}
         own = [error for name, error in errors.items() if name not in ("alone", *BATCHES)]
         kinds = [kind for kind in KINDS if true[0].by_kind()[kind]]
-        bounds = {kind: bound_of(max(getattr(error, kind) for error in own), dtype) for kind in kinds}
+        bounds = {kind: self._bound(max(getattr(error, kind) for error in own), dtype) for kind in kinds}
         again, moved, control = self._moved_and_control(*alone, half=half)
         # an expert's batch then holds other tokens beside the unchanged ones, which may round differently
-        still = bounds if self.choosers else {kind: bound_of(getattr(again, kind), dtype) for kind in kinds}
+        still = bounds if self.choosers else {kind: self._bound(getattr(again, kind), dtype) for kind in kinds}
         checks = [
             Check(f"{name}, as each sequence alone: {KINDS[kind]}", getattr(errors[name], kind), bound)
             for name in BATCHES
@@ -83,6 +90,9 @@ class Runs:
             what = f"control, taken for one sequence: {KINDS[kind]}"
             checks.append(Check(what, getattr(control, kind), CONTROL * bound, at_least=True))
         return Verification.of(self.probes[0].model, dtype, checks)
+
+    def _bound(self, own: float, dtype: torch.dtype) -> float:
+        return bound_of(own, dtype, recurrent=self.recurrent)
 
     def _precision(self) -> tuple[torch.dtype, bool]:
         """Return the least precise dtype of the passes so far, and whether the hidden states have a finer dtype."""
@@ -117,6 +127,8 @@ class Runs:
                     passes[other] = self._stock(probe, replace(near, share=LIKE_ONE if half else 0.0), other)
                 if other is None or mixed or not half:
                     passes["a rounding off"] = self._stock(probe, replace(near, share=NEARLY_ALL))
+                if self.recurrent and not half:
+                    passes["behind padding"] = self._stock(probe, near, shift=SHIFT)
                 for name, batch in BATCHES.items():
                     passes[name] = probe.run(batch(probe.sequences()), nudge=near)
             every.append(passes)
@@ -147,10 +159,11 @@ class Runs:
             result = self._stock(probe, nudge)
         return result, choices()
 
-    def _stock(self, probe: Probe, nudge: Nudge | None, attention: str | None = None) -> Result:
-        """Return the stock model's results for each sequence alone, by its own attention or another."""
+    def _stock(self, probe: Probe, nudge: Nudge | None, attention: str | None = None, shift: int = 0) -> Result:
+        """Return the stock model's results for each sequence alone, by its own attention or another, behind padding."""
         with self.stock(), attending_by(probe.model, attention):
-            return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
+            batches = [(single(self.head, ids) | behind_padding(ids, shift), at) for ids, at in probe.places()]
+            return joined([probe.run(batch, at, nudge) for batch, at in batches])
 
 
 BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed": packed, "padded": rows_of}

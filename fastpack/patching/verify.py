@@ -86,10 +86,11 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
             "same model after fastpack.quantize_experts(model), which keeps the values and runs without these kernels."
         )
     names = () if family is None else family.routers
+    recurrent = family is not None and any(spec.scan is not None for spec in family.mixers.values())
     with torch.inference_mode(False), evaluating(model), without_wrappers(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
         stock = functools.partial(disabled, state)
-        result = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()
+        result = Runs(probes, parts.head or model, stock, choosers_of(model, names), recurrent).compare()
     if result.verdict == "not exact":
         raise ContaminationError(result, "; ".join(not_isolated(parts.backbone)) or None)
     if result.verdict == "can't tell":

@@ -88,8 +88,9 @@ def test_equal_bits_in_every_run_and_empty_sequences(device: str) -> None:
     assert all(map(torch.equal, first, again))
 
 
-def test_what_the_kernel_does_not_serve() -> None:
-    inputs, offsets = inputs_of(4, 2, 9, "cpu", torch.float32), offsets_of([4], "cpu")
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_kernel_does_not_serve(device: str) -> None:
+    inputs, offsets = inputs_of(4, 2, 9, device, torch.float32), offsets_of([4], device)
     with pytest.raises(ValueError, match="9 taps, but supports up to 8"):
         short_conv(*inputs, offsets, implementation="triton")
     with pytest.raises(ValueError, match="float64"):

@@ -110,12 +110,13 @@ def test_room_for_more_chunks_and_strided_inputs(device: str) -> None:
     assert all(map(torch.equal, roomy, with_gradients([x, dt, A, B, C], chunks_of([20, 3, 17], device), "triton")))
 
 
-def test_what_the_kernels_do_not_serve() -> None:
-    x, dt, A, B, C = inputs_of(4, SHAPES[0], "cpu", torch.float32)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_the_kernels_do_not_serve(device: str) -> None:
+    x, dt, A, B, C = inputs_of(4, SHAPES[0], device, torch.float32)
     for args, size, message in (
         ((x, dt, A, B.half(), C), SIZE, "the same for x, B and C"),
         ((x.repeat(1, 1, 9), dt, A, B, C), SIZE, "V=144"),
         ((x, dt, A, B, C), 48, "chunks of 48 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            ssd(*args, chunks_of([4], "cpu", size), implementation="triton")
+            ssd(*args, chunks_of([4], device, size), implementation="triton")

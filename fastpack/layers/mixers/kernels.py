@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.ops.delta_rule import chunk_size
+from fastpack.ops.implementation import Implementation
 from fastpack.ops.short_conv import short_conv
 from fastpack.ops.ssd import CHUNK
 from fastpack.packing.seqlens import PackedSeqLens
@@ -120,6 +121,7 @@ def _run_delta(
 
 
 def _run_own_delta(
+    implementation: Implementation,
     function: Function,
     packed: PackedSeqLens,
     q: Tensor,
@@ -264,11 +266,12 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "gated_delta": (
         Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_run_delta, False), _hopper_rejects),
         Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, True)),
-        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta),
+        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", partial(_run_own_delta, "auto")),
     ),
     "kda": (
         Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)),
-        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta),
+        # by its definition: its Triton kernels have not run on a GPU yet
+        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", partial(_run_own_delta, "torch")),
     ),
     "ssd": (
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),

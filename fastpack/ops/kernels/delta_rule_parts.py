@@ -16,6 +16,9 @@ from torch import Tensor
 from fastpack.ops.chunks import Chunks
 from fastpack.ops.kernels.launch import processors, stages_that_fit
 
+NARROWEST = 32
+"""The fewest columns of values of a program that walks through a sequence."""
+
 
 @dataclass(frozen=True)
 class DeltaTile:
@@ -41,7 +44,7 @@ class DeltaTile:
         ``num_stages`` is 0 if the kernel does not fit into the device's shared memory.
         """
         heads, value = v.shape[1:]
-        block_k, block_v = block_of(k.shape[2]), min(block_v or self.block_v, block_of(value))
+        block_k, block_v = block_of(k.shape[2], v.dtype), min(block_v or self.block_v, block_of(value, v.dtype))
         tiles = [size * block_k, size * block_v, block_k * block_v, size * size]
         streamed, resident = (
             sum(count * tile for count, tile in zip(counts, tiles, strict=False)) * v.element_size()
@@ -66,7 +69,7 @@ class DeltaTile:
         The fewer sequences there are, the fewer columns a program takes, so that the device is busy.
         """
         walks, block = (len(chunks.cu_seqlens) - 1) * v.shape[1], self.block_v
-        while block > 16 and walks * triton.cdiv(v.shape[2], block) < processors(v.device):
+        while block > NARROWEST and walks * triton.cdiv(v.shape[2], block) < processors(v.device):
             block //= 2
         options = self.options(k, v, chunks.size, block)
         return walks * triton.cdiv(v.shape[2], options["BLOCK_V"]), options
@@ -240,9 +243,13 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
-def block_of(size: int) -> int:
-    """Return the width of a tile that holds ``size`` columns; matrix units take 16 at least."""
-    return max(16, triton.next_power_of_2(size))
+def block_of(size: int, dtype: torch.dtype) -> int:
+    """Return the width of a tile that holds ``size`` columns.
+
+    Matrix units take 16 at least. In half precision, tiles of 64 x 16 read memory that is not theirs on Hopper (Triton
+    3.6); tiles of 64 columns and more were run there.
+    """
+    return max(16 if dtype == torch.float32 else 64, triton.next_power_of_2(size))
 
 
 def precision_of(x: Tensor) -> str:

@@ -65,7 +65,7 @@ def to_unit_length(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x = readable(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inverse = torch.empty(tokens, heads, dtype=torch.float32, device=x.device)
-    block = block_of(size)
+    block = block_of(size, x.dtype)
     rows = max(1, TILE // block)
     with on_device(x):
         _unit_kernel[(triton.cdiv(tokens * heads, rows),)](
@@ -79,7 +79,7 @@ def gradient_of_keys(grad: Tensor, x: Tensor, inverse_lengths: Tensor | None) ->
     if inverse_lengths is None and grad.shape == x.shape:
         return grad
     tokens, heads, size = x.shape
-    block = block_of(size)
+    block = block_of(size, x.dtype)
     rows = max(1, TILE // block)
     out = x.new_empty(x.shape)
     _key_gradients_kernel[(triton.cdiv(tokens * heads, rows),)](

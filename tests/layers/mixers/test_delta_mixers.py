@@ -91,6 +91,8 @@ def test_a_dropped_boundary_is_caught(model_type: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(PackedSeqLens, "chunks", lambda self, size: _chunks(leaky, size))
     error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
     assert min(error.logits, error.grads) > 100 * BOUND
+    with pytest.raises(fastpack.ContaminationError):
+        fastpack.verify(model)
 
 
 _chunks = PackedSeqLens.chunks
