@@ -18,7 +18,7 @@ from torch import nn
 from fastpack.errors import PatchError
 from fastpack.layers.stock_attention import describe_parallelism, sequence_parallelism
 from fastpack.memory.fit import RESERVE, Fit, fit_card
-from fastpack.memory.settings import FitLoss, Mode, TrainingSettings
+from fastpack.memory.settings import FitAttention, FitLoss, Mode, TrainingSettings
 from fastpack.memory.sizes import read_sizes
 from fastpack.model.unwrap import models_of, packages_of
 from fastpack.ops.implementation import Implementation
@@ -380,13 +380,14 @@ def fit(
     offload: Literal["checkpoints"] | None = "checkpoints",
     loss: FitLoss = "fused",
     accumulation: bool = False,
+    attention: FitAttention = "auto",
     length: int = 512,
     reserve: float = RESERVE,
 ) -> Fit:
     """Return the longest batches that a card holds when a model trains with fastpack.
 
-    Only the model's config is read, and no GPU is needed. The numbers are for bfloat16, one GPU, AdamW and
-    ``attention="triton_packed"``; :mod:`fastpack.memory.step` has their terms.
+    Only the model's config is read, and no GPU is needed. The numbers are for bfloat16, one GPU and AdamW;
+    :mod:`fastpack.memory.step` has their terms.
 
     Example:
         >>> found = fastpack.fit("Qwen/Qwen3-8B", 24)  # doctest: +SKIP
@@ -401,6 +402,7 @@ def fit(
         offload: As for :func:`patch`.
         loss: ``fused``, as for :func:`patch`, or the loss of TRL's trainers, ``trl``.
         accumulation: Whether an optimiser step has several micro-batches, so that gradients wait.
+        attention: ``auto`` as for :func:`patch`, or ``triton_packed``, which needs the least memory.
         length: The number of tokens of each short sequence, for :attr:`Fit.tokens`.
         reserve: The GiB of the card that are not given to tensors: CUDA's context, fragments.
 
@@ -412,7 +414,7 @@ def fit(
         PatchError: An option has a value that it does not take.
         UnsupportedModelError: The memory of a part of this model was not worked out.
     """
-    settings = TrainingSettings(mode, rank, checkpointing, offload, loss, accumulation)
+    settings = TrainingSettings(mode, rank, checkpointing, offload, loss, accumulation, attention=attention)
     settings.check()
     if isinstance(model, str):
         from transformers import AutoConfig

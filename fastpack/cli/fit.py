@@ -15,7 +15,7 @@ from fastpack.cli import UsageError, loading_errors, require_there
 from fastpack.cli.flags import POSITIVE, above_zero, at_least, make_parser
 from fastpack.errors import DoesNotFitError
 from fastpack.memory.fit import CARDS, GIB, RESERVE, Fit, fit_card
-from fastpack.memory.settings import LOSSES, MODES, TrainingSettings
+from fastpack.memory.settings import ATTENTIONS, LOSSES, MODES, TrainingSettings
 from fastpack.memory.sizes import read_sizes
 from fastpack.utils.console import WIDTH, headed, room_for
 
@@ -33,6 +33,11 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--checkpointing": {"action": argparse.BooleanOptionalAction, "default": True, "help": "default: with it"},
     "--offload": {"choices": ("none", "checkpoints"), "help": "default: checkpoints, if there is checkpointing"},
     "--loss": {"choices": LOSSES, "default": "fused", "help": "fastpack's (the default), or that of TRL's trainers"},
+    "--attention": {
+        "choices": ATTENTIONS,
+        "default": "auto",
+        "help": "auto (the default) for the fastest kernel, triton_packed for the one that needs the least memory",
+    },
     "--accumulation": {"action": "store_true", "help": "several micro-batches are a step, so that gradients wait"},
     "--length": {"type": at_least(2), "default": 512, "help": "tokens of a short sequence (default: %(default)s)"},
     "--reserve": {
@@ -93,6 +98,7 @@ def _settings(args: argparse.Namespace) -> TrainingSettings:
         offload=None if offload == "none" else offload,
         loss=args.loss,
         accumulation=args.accumulation,
+        attention=args.attention,
     )
 
 
@@ -146,7 +152,7 @@ def _print_terms(console: Console, fit: Fit) -> None:
 
 
 def _print_settings(console: Console, settings: TrainingSettings) -> None:
-    options = ['attention="triton_packed"']
+    options = [] if settings.attention == "auto" else [f'attention="{settings.attention}"']
     options += [] if settings.offload is None else [f'offload="{settings.offload}"']
     options += ['loss="fused"'] if settings.loss == "fused" else []
     console.print(f"reached with: fastpack.patch(trainer, {', '.join(options)})", soft_wrap=True)

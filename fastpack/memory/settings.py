@@ -15,6 +15,8 @@ MODES: tuple[str, ...] = get_args(Mode)
 FitLoss = Literal["fused", "trl"]
 LOSSES: tuple[str, ...] = get_args(FitLoss)
 FIT_OFFLOADS = (None, "checkpoints")
+FitAttention = Literal["auto", "triton_packed"]
+ATTENTIONS: tuple[str, ...] = get_args(FitAttention)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class TrainingSettings:
         loss: ``fused`` for the option of :func:`fastpack.patch`, ``trl`` for the loss of TRL's trainers.
         accumulation: whether the gradients of earlier micro-batches wait when a batch begins.
         dtype: the dtype of the model and its activations.
+        attention: ``auto`` for whichever kernel is the fastest; or ``triton_packed``, which needs the least memory.
     """
 
     mode: Mode = "qlora"
@@ -40,6 +43,7 @@ class TrainingSettings:
     loss: FitLoss = "fused"
     accumulation: bool = False
     dtype: torch.dtype = torch.bfloat16
+    attention: FitAttention = "auto"
 
     def check(self) -> None:
         """Raise unless each setting has one of its allowed values.
@@ -47,7 +51,8 @@ class TrainingSettings:
         Raises:
             PatchError: a setting has a value that it doesn't take, or offloading has no checkpoints.
         """
-        for name, allowed in (("mode", MODES), ("offload", FIT_OFFLOADS), ("loss", LOSSES)):
+        choices = {"mode": MODES, "offload": FIT_OFFLOADS, "loss": LOSSES, "attention": ATTENTIONS}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise not_a_choice(name, getattr(self, name), allowed)
         if type(self.rank) is not int or self.rank < 1:

@@ -308,7 +308,20 @@ class Step:
             Term("gradient of attention's input", "H x b", per_token=s.hidden * b),
             Term("gradient of attention's result", "Q x b + 4 x N", per_token=s.queries * b + 4 * s.heads),
             Term("gradients of queries, keys, values", "(Q + 2 K) x b", per_token=(s.queries + 2 * s.keys) * b),
+            *self.workspace_of_attention(),
         ]
+
+    def workspace_of_attention(self) -> list[Term]:
+        """Return what cuDNN's and FlashAttention 2's backward allocate; ours allocates nothing.
+
+        They sum the gradients of queries in float32, and those of keys and values for each query head.
+        """
+        if self.settings.attention != "auto":
+            return []
+        s, b = self.sizes, self.settings.itemsize
+        grouped = s.queries > s.keys
+        formula = "4 x Q + 2 x Q x b" if grouped else "4 x Q"
+        return [Term("workspace of attention's backward", formula, per_token=(4 + 2 * b * grouped) * s.queries)]
 
     # --- head and embedding ---
 

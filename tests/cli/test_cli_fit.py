@@ -22,7 +22,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "LlamaForCausalLM, 8.03 billion parameters; qlora of rank 32, checkpointing, offload checkpoints" in printed
     for card in CARDS:
         assert f" {card} GB " in printed
-    assert 'fastpack.patch(trainer, attention="triton_packed", offload="checkpoints", loss="fused")' in printed
+    assert 'fastpack.patch(trainer, offload="checkpoints", loss="fused")' in printed
     assert "expandable_segments" in printed
     assert "weights in NF4" not in printed
 
@@ -46,7 +46,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = one_line(capsys.readouterr().out)
     assert "Qwen3ForCausalLM" in printed
     assert "full, no checkpointing, offload none" in printed
-    assert 'fastpack.patch(trainer, attention="triton_packed", loss="fused")' in printed
+    assert 'fastpack.patch(trainer, loss="fused")' in printed
 
 
 @pytest.mark.parametrize(
