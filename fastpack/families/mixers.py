@@ -36,7 +36,7 @@ from fastpack.families.shared_specs import (
     QWEN3_NEXT_MOE,
     named,
 )
-from fastpack.families.spec import Family, MixerSpec
+from fastpack.families.spec import DeltaNetSpec, Family, MixerSpec
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
@@ -48,6 +48,10 @@ _POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
 _CONV = MixerSpec(scan="conv")
 _SSD = MixerSpec(scan="ssd")
 _DELTA = MixerSpec(scan="gated_delta")
+_QWEN3_5 = replace(_DELTA, net=DeltaNetSpec())
+_QWEN3_NEXT = replace(
+    _DELTA, net=DeltaNetSpec(inner=("in_proj_qkvz", "in_proj_ba"), split="fix_query_key_value_ordering")
+)
 _KDA = MixerSpec(scan="kda")
 
 
@@ -227,7 +231,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "Qwen3_5TextModel",
         ("Qwen3_5Attention",),
         package="qwen3_5",
-        mixers={"Qwen3_5GatedDeltaNet": _DELTA},
+        mixers={"Qwen3_5GatedDeltaNet": _QWEN3_5},
         fast=named("Qwen3_5", **QWEN3_NEXT),
     ),
     Family(
@@ -235,14 +239,14 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "Qwen3_5MoeTextModel",
         ("Qwen3_5MoeAttention",),
         package="qwen3_5_moe",
-        mixers={"Qwen3_5MoeGatedDeltaNet": _DELTA},
+        mixers={"Qwen3_5MoeGatedDeltaNet": _QWEN3_5},
         fast=named("Qwen3_5Moe", **QWEN3_NEXT_MOE),
     ),
     Family(
         "qwen3_next",
         "Qwen3NextModel",
         ("Qwen3NextAttention",),
-        mixers={"Qwen3NextGatedDeltaNet": _DELTA},
+        mixers={"Qwen3NextGatedDeltaNet": _QWEN3_NEXT},
         fast=named("Qwen3Next", **QWEN3_NEXT_MOE),
     ),
     Family(

@@ -209,6 +209,23 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
+class DeltaNetSpec:
+    """A gated delta net: a convolution over queries, keys and values, the gated delta rule, a gated norm.
+
+    Attributes:
+        inner: the names of the projections: to queries, keys and values side by side; to the norm's gate; to the rate;
+            to the decay. Or, with ``split``, of projections to these in another order.
+        split: the name of the method that takes the outputs of ``inner`` ``[1, T, ...]`` and returns queries, keys,
+            values, gate, rate and decay; None if they need no split.
+        out: the name of the output projection.
+    """
+
+    inner: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    split: str | None = None
+    out: str = "out_proj"
+
+
+@dataclass(frozen=True)
 class MixerSpec:
     """A module that mixes tokens across boundaries: it runs on one row for each sequence, padded on the right.
 
@@ -230,6 +247,7 @@ class MixerSpec:
         shared: the name of the argument with a dict that modules fill with states for later modules, or None.
         scan: the operation that mixes tokens, if kernels can run it on packed tokens
             (:mod:`fastpack.layers.mixers.packed`): a causal ``conv``, or a recurrence after one; else None.
+        net: what the module computes, if fastpack has a forward of its own for packed tokens; else None.
     """
 
     mask: Literal["added", "seen", "hidden", "real"] | None = None
@@ -244,6 +262,7 @@ class MixerSpec:
     carried: str | None = None
     shared: str | None = None
     scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
+    net: DeltaNetSpec | None = None
 
 
 Tier = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixers import delta_net
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.rows import Rows, repad, row_groups, unpad
 from fastpack.layers.runtime import Runtime
@@ -44,7 +45,10 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
         from fastpack.layers.mixers.packed import packed_forward, packed_rejects  # the import loads torch's compiler
 
         if packed_rejects(module, spec, patched.earlier) is None:
-            dtype = _computed_in(_hidden(args, kwargs))
+            hidden = _hidden(args, kwargs)
+            dtype = _computed_in(hidden)
+            if spec.net is not None and delta_net.serves(module, spec.net):
+                return delta_net.delta_net(module, spec.net, patched.runtime, hidden, packed, dtype)
             return packed_forward(module, spec, packed, dtype, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))

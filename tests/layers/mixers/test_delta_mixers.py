@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from adapter_cases import with_lora
 from op_checks import count_calls
 from oracle import compare, make_sequences, run_alone, run_batch
 
 import fastpack
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.registry import FAMILIES
+from fastpack.layers import project
 from fastpack.layers.mixers import kernels as mixer_kernels
+from fastpack.layers.mixers import packed
 from fastpack.ops import delta_rule
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -96,3 +99,33 @@ def test_a_dropped_boundary_is_caught(model_type: str, monkeypatch: pytest.Monke
 
 
 _chunks = PackedSeqLens.chunks
+
+
+LINEARS = {
+    "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
+}
+
+
+@pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("model_type", LINEARS)
+def test_projections_with_lora_are_fused(
+    model_type: str, reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that share an input are one op; the stock forward of the module does not run."""
+    model: Any = with_lora(build_tiny(model_type), target_modules=LINEARS[model_type])
+    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
+    alone = run_alone(model, sequences)
+    fastpack.patch(model)
+    nets = [m for m in model.modules() if type(m).__name__ in FAMILIES[model_type].mixers]
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    groups = count_calls(monkeypatch, project, "project")
+    stock = count_calls(monkeypatch, packed, "packed_forward")
+    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
+    assert max(error.logits, error.loss, error.grads) <= BOUND
+    runs = len(nets) * (1 if reentrant is None else 2)
+    sizes = [len(group) for _, group, *_ in groups if all(each.lora is not None for each in group)]
+    assert sorted(sizes) == sorted([len(LINEARS[model_type]) - 1, 1] * runs)
+    assert not stock
