@@ -5,7 +5,7 @@ Memory doesn't depend on values, so Triton's kernels need not run: what is alloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from fastpack.backends import triton_packed
-from fastpack.offload.transfer import Rates
+from fastpack.offload.transfer import BLOCK, Rates
 
 
 def peak_of(run: Callable[[], Any]) -> int:
@@ -66,11 +66,15 @@ class OutsideLink:
 
     def record_event(self) -> None: ...
 
-    def send(self, source: Tensor, host: Tensor, ready: None) -> None:
-        host.copy_(source)
+    def send(self, source: Tensor, blocks: Sequence[Tensor], ready: None) -> None:
+        for part, block in zip(source.split(BLOCK), blocks, strict=True):
+            block[: len(part)] = part
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(host).copy_(host), None
+    def copy_back(self, blocks: Sequence[Tensor], nbytes: int) -> tuple[Tensor, None]:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        for part, block in zip(tensor.split(BLOCK), blocks, strict=True):
+            part.copy_(block[: len(part)])
+        return tensor, None
 
     def wait(self, event: None) -> None: ...
 

@@ -44,7 +44,7 @@ def chunks_of(lengths: list[int], size: int, spare: int = 0, device: str = "cpu"
     offsets = list(accumulate(lengths, initial=0))
     counts = [-(-length // size) for length in lengths]
     cu_seqlens = torch.tensor(offsets + offsets[-1:] * spare, dtype=torch.int32, device=device)
-    return Chunks.of(cu_seqlens, size, sum(counts) + spare, max(counts) + spare)
+    return Chunks.of(cu_seqlens, size, sum(counts) + spare)
 
 
 def gradients_of(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:

@@ -7,7 +7,7 @@ Buffers that are read earlier hold NaN, and memory that is freed under a copy is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack.model.model_runtime import runtime_of
+from fastpack.offload import transfer
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.transfer import HostChannel, HostPool, Rates
 
@@ -50,15 +51,22 @@ class LateLink:
     def record_event(self) -> int:
         return -1
 
-    def send(self, source: Tensor, host: Tensor, since: int) -> int:
-        self.names[host.data_ptr()] = sum(what == "send" for what, _ in self.log)
-        self.log.append(("send", self.names[host.data_ptr()]))
-        return self._later(weakref.ref(source), lambda x: host.copy_(x))
+    def send(self, source: Tensor, blocks: Sequence[Tensor], since: int) -> int:
+        self.names[blocks[0].data_ptr()] = sum(what == "send" for what, _ in self.log)
+        self.log.append(("send", self.names[blocks[0].data_ptr()]))
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, int]:
-        self.log.append(("copy_back", self.names[host.data_ptr()]))
-        tensor = torch.full_like(host, float("nan"))
-        return tensor, self._later(weakref.ref(tensor), lambda x: x.copy_(host))
+        views = [block.detach() for block in blocks]  # the queue does not keep the blocks
+
+        def act(x: Tensor) -> None:
+            for part, view in zip(x.split(transfer.BLOCK), views, strict=True):
+                view[: len(part)] = part
+
+        return self._later(weakref.ref(source), act)
+
+    def copy_back(self, blocks: Sequence[Tensor], nbytes: int) -> tuple[Tensor, int]:
+        self.log.append(("copy_back", self.names[blocks[0].data_ptr()]))
+        tensor, views = torch.full((nbytes,), 255, dtype=torch.uint8), [block.detach() for block in blocks]
+        return tensor, self._later(weakref.ref(tensor), lambda x: x.copy_(torch.cat(views)[:nbytes]))
 
     def _later(self, device: weakref.ref[Tensor], act: Callable[[Tensor], Any]) -> int:
         def run() -> None:
@@ -94,8 +102,8 @@ class LateLink:
 class LossyLink(LateLink):
     """The negative control: zeros come back."""
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, int]:
-        return torch.zeros_like(host), len(self.queue)
+    def copy_back(self, blocks: Sequence[Tensor], nbytes: int) -> tuple[Tensor, int]:
+        return torch.zeros(nbytes, dtype=torch.uint8), len(self.queue)
 
 
 class ForgetfulLink(LateLink):
@@ -147,7 +155,7 @@ def channel(model: Any) -> HostChannel:
 
 
 def in_use(pool: HostPool) -> int:
-    """Return how many buffers are in use."""
+    """Return how many blocks are in use."""
     return pool.count - len(pool._free)
 
 

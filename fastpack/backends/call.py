@@ -64,6 +64,7 @@ class AttentionShape:
         dropout: probability that an attention weight is dropped.
         total_tokens, num_sequences, max_seqlen: T, N and the longest length; 0 if not yet known.
         needs_grad: True if a backward pass may follow.
+        knows_lengths: as in :class:`fastpack.packing.seqlens.PackedSeqLens`.
     """
 
     device: torch.device
@@ -80,6 +81,7 @@ class AttentionShape:
     num_sequences: int = 0
     max_seqlen: int = 0
     needs_grad: bool = True
+    knows_lengths: bool = True
 
     @property
     def typical_length(self) -> float:
@@ -206,6 +208,7 @@ class AttentionCall:
             total_tokens=self.packed.total_tokens,
             num_sequences=self.packed.cu_seqlens.numel() - 1,  # in a bucket, empty sequences count too
             max_seqlen=self.packed.max_seqlen,
+            knows_lengths=self.packed.knows_lengths,
             needs_grad=torch.is_grad_enabled()
             and any(t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks)),
         )

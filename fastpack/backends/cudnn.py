@@ -22,6 +22,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape, Kept, stored_o
 from fastpack.backends.limits import HALF_DTYPES, Limits, cuda_capability, lacks, needs_cuda, wrong_dtype, wrong_sizes
 from fastpack.ops.autograd import differentiable_once
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.compile import cached_constant
 from fastpack.utils.tensors import send
 
 SERVES = ()
@@ -49,6 +50,7 @@ def rejects(shape: AttentionShape) -> str | None:
     why = (
         lacks(shape, "torch's cuDNN kernel", "softcap", "attention sinks", "dropout")
         or needs_cuda(shape, (9, 0))
+        or _elsewhere(shape)
         or wrong_dtype(shape, HALF_DTYPES)
         or wrong_sizes(shape, multiple=8, most=256)
     )
@@ -56,11 +58,20 @@ def rejects(shape: AttentionShape) -> str | None:
         return why
     if shape.value_dim != shape.head_dim:
         return f"keys and values must have one head size, not {shape.head_dim} and {shape.value_dim}"
-    if (version := torch.backends.cudnn.version() or 0) < VERSION:
-        return f"needs cuDNN {VERSION}, this torch has {version}"
+    if not shape.knows_lengths:
+        return "reads each batch's lengths on the host, and a CUDA graph knows them on the device alone"
+    if _version() < VERSION:
+        return f"needs cuDNN {VERSION}, this torch has {_version()}"
     if torch.are_deterministic_algorithms_enabled():
         return "adds up gradients in any order, and torch.use_deterministic_algorithms is on"
     return None
+
+
+def _elsewhere(shape: AttentionShape) -> str | None:
+    """Return why this GPU is none of those on which the kernel was tested, or None."""
+    capability = cuda_capability(shape)
+    assert capability is not None
+    return None if capability[0] == 9 else f"was tested on Hopper alone, this GPU has {capability[0]}.{capability[1]}"
 
 
 def wins(shape: AttentionShape) -> bool:
@@ -74,7 +85,13 @@ def wins(shape: AttentionShape) -> bool:
         65,536    219 / 347             145 / 204             288 / 1,209
     """
     capability = cuda_capability(shape)
-    return capability is not None and capability[0] == 9 and shape.head_dim >= 64 and shape.typical_length >= LONG
+    hopper = capability is not None and capability[0] == 9
+    return hopper and shape.head_dim >= 64 and shape.typical_length >= LONG and shape.knows_lengths
+
+
+@cached_constant
+def _version() -> int:
+    return torch.backends.cudnn.version() or 0
 
 
 def run(call: AttentionCall) -> Tensor:

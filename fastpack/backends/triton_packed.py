@@ -87,7 +87,7 @@ def run(call: AttentionCall) -> Tensor:
     kept = None
     # Not for sinks: the first of two runs under reentrant checkpointing has no gradients, and rounds what they need
     # exactly. Not in a CUDA graph, where only the device knows the lengths.
-    if call.store is not None and call.sinks is None and rows is None:
+    if call.store is not None and call.sinks is None and call.packed.knows_lengths:
         kept = (call.store, call.operations)
     return _TritonPacked.apply(q, k, v, call.sinks, cu_seqlens, rows, scores, kept, *seen, *edges)
 

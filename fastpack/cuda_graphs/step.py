@@ -47,6 +47,11 @@ class _UnreadableLengths(tuple[int, ...]):
 class StaticSeqLens(PackedSeqLens):
     """The lengths of the batch that is being replayed: offsets and positions on the device, and the bucket's sizes."""
 
+    @property
+    def knows_lengths(self) -> bool:
+        """False: they change from replay to replay."""
+        return False
+
     def memo(self, key: Any, build: Callable[[], Value]) -> Value:
         """Return the mask placeholder's memo; raise for any other key.
 

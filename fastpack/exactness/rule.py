@@ -2,7 +2,7 @@
 
 In float32 and float64 the error of a tensor is max|difference| / max|reference|. For gradients the reference is at
 least 1e-3 of the largest gradient in the model, or 1e-2 for a gradient that is rounding alone. The bound is
-:data:`FULL_BOUND`, or more if the stock model itself is off by more.
+:data:`FULL_BOUND`, or :data:`RECURRENT_BOUND`, or more if the stock model itself is off by more.
 
 In half precision a maximum depends on luck. So the error is |difference| / |reference| in 2-norms, and of several draws
 of tokens the median counts. The bound is :data:`FACTOR` times the stock model's own error. This own error is measured

@@ -109,6 +109,7 @@ NEMOTRON_EXPERTS = ExpertsSpec(inner="up_proj", columns="plain")
 # --- decoder layers ---------------------------------------------------------------------------------------------------
 
 LLAMA_LAYER = DecoderSpec()
+QWEN3_NEXT_LAYER = DecoderSpec(mixer="linear_attn")
 OLMO2_LAYER = DecoderSpec(
     pre_attention=None,
     post_attention="post_attention_layernorm",
@@ -164,7 +165,7 @@ MIXTRAL_PARTS: dict[str, Spec] = {**LLAMA_PARTS, "Experts": MIXTRAL_EXPERTS}
 MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
 """For families of experts without an MLP."""
 GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)
-QWEN3_NEXT = like(LLAMA, Attention=QWEN3_NEXT_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=None)
+QWEN3_NEXT = like(LLAMA, Attention=QWEN3_NEXT_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=QWEN3_NEXT_LAYER)
 QWEN3_NEXT_MOE = like(QWEN3_NEXT, Experts=MIXTRAL_EXPERTS, ForCausalLM=MIXTRAL_HEAD)
 COHERE = like(
     LLAMA,

@@ -181,6 +181,8 @@ class DecoderSpec:
         residual_scale: the name of the factor on each branch, or None for 1.
         dropouts: the names of the dropouts after attention and MLP, or None.
         mlp: the name of the MLP or the block of experts. If that returns a tuple, its first item is the result.
+        mixer: the name of the gated delta net that some layers have in place of attention, or None. Such a layer has no
+            norm after a branch, no factor and no dropout.
     """
 
     pre_attention: str | None = "input_layernorm"
@@ -190,6 +192,7 @@ class DecoderSpec:
     residual_scale: str | None = None
     dropouts: tuple[str, str] | None = None
     mlp: str = "mlp"
+    mixer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MlpSpec
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MixerSpec, MlpSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
+from fastpack.layers.mixers.delta_net import delta_net
+from fastpack.layers.mixers.forward import fast_net
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.project import fast_forward, project_modules
 from fastpack.layers.read_projection import linear_sizes
@@ -44,8 +46,8 @@ def decoder_forward(
     """Run the layer on ``[1, T, hidden]``, or the stock forward without lengths or without fastpack's attention."""
     layer, runtime = patched.owner, patched.runtime
     packed_seq_lens = runtime.packing_of(layer, packed_seq_lens)
-    attention = fast_forward(layer.self_attn, attention_forward)
-    if packed_seq_lens is None or attention is None or args:
+    mixing = _mixing(layer, patched.spec)
+    if packed_seq_lens is None or mixing is None or args:
         return patched.stock(
             hidden_states,
             *args,
@@ -55,10 +57,17 @@ def decoder_forward(
             **kwargs,
         )
     require_packing(layer, packed_seq_lens, attention_mask)
-    run = functools.partial(_run, layer, patched.spec, runtime, attention.spec, position_embeddings, packed_seq_lens)
+    run = functools.partial(_run, layer, patched.spec, runtime, mixing.spec, position_embeddings, packed_seq_lens)
     if layer.gradient_checkpointing and layer.training and _checkpoints_in_forward(type(layer)):
         return layer._gradient_checkpointing_func(run, hidden_states)
     return run(hidden_states)
+
+
+def _mixing(layer: LayerLike, spec: DecoderSpec) -> Replacement[Any, Runtime] | None:
+    """Return the replacement of the layer's attention, or of the module in its place; None if its own forward runs."""
+    if spec.mixer is None or hasattr(layer, "self_attn"):
+        return fast_forward(layer.self_attn, attention_forward)
+    return fast_net(getattr(layer, spec.mixer))
 
 
 def _checkpoints_in_forward(cls: type) -> bool:
@@ -98,15 +107,21 @@ def _run(
     layer: LayerLike,
     spec: DecoderSpec,
     runtime: Runtime,
-    attention: AnyAttentionSpec,
+    mixing: AnyAttentionSpec | MixerSpec,
     position_embeddings: tuple[Tensor, Tensor] | None,
     packed: PackedSeqLens,
     hidden_states: Tensor,
 ) -> Tensor:
     attention_dropout, mlp_dropout = _dropouts(layer, spec)
     x = hidden_states.squeeze(0)
-    # in a function of its own, whose tensors are freed before the MLP runs
-    x = _run_attention(layer, spec, runtime, attention, position_embeddings, packed, x, attention_dropout)
+    # in functions of their own, whose tensors are freed before the MLP runs
+    if isinstance(mixing, MixerSpec):
+        assert spec.mixer is not None
+        assert mixing.net is not None
+        net, norm = getattr(layer, spec.mixer), _child(layer, spec.pre_attention)
+        x = delta_net(net, mixing.net, runtime, x, packed, norm=norm, residual=True)
+    else:
+        x = _run_attention(layer, spec, runtime, mixing, position_embeddings, packed, x, attention_dropout)
     return as_row(_run_mlp(layer, spec, runtime, x, mlp_dropout, packed.row_count))
 
 

@@ -31,10 +31,11 @@ class SavedStorage:
         """Save a contiguous tensor that fills its storage."""
         self._channel, self._previous = channel, previous
         self.fetched_before = False
-        self._buffer: Tensor | None = None
+        self._blocks: list[Tensor] = []
         self._fetched: tuple[Tensor, Any] | None = None
-        self._host_copy: Any = None
-        self._device: Tensor | None = tensor.detach().view(-1)
+        self._sent: Any = None
+        self._device: Tensor | None = tensor.detach().view(-1).view(torch.uint8)
+        self._nbytes = tensor.nbytes
         self._version = tensor._version
         self._ready = channel.link.record_event()
 
@@ -48,24 +49,24 @@ class SavedStorage:
         assert source is not None
         if not self._channel.pool.has_room([source.nbytes]):
             return False
-        self._buffer = self._channel.pool.take(source.nbytes)
-        host = self._buffer[: source.nbytes].view(source.dtype)
-        self._host_copy = (host, self._channel.link.send(source, host, self._ready))
+        self._blocks = self._channel.pool.take(self._nbytes)
+        self._sent = self._channel.link.send(source, self._blocks, self._ready)
         return True
 
     def release_device_memory(self) -> None:
-        """Free the device memory for computation that runs after the copy to the host."""
+        """Free the device memory for computation that runs after the copy to the host, if there is such a copy."""
         self._on_device()
-        self._channel.link.wait(self._host_copy[1])
-        self._device = None
+        if self._blocks:
+            self._channel.link.wait(self._sent)
+            self._device = None
 
     def prefetch(self) -> None:
         """Start the copy back, if the contents are not on the device."""
         if self._device is None and self._fetched is None:
-            self._fetched = self._channel.link.copy_back(self._host_copy[0])
+            self._fetched = self._channel.link.copy_back(self._blocks, self._nbytes)
 
     def fetch(self) -> Tensor:
-        """Return the contents, flat, on the device.
+        """Return the contents, flat bytes, on the device.
 
         A tensor that was copied back belongs to the caller; another call copies it back again.
         """
@@ -105,10 +106,10 @@ class SavedStorage:
         link = self._channel.link
         if self._fetched is not None:  # prefetched but not used: only a part of the graph ran backward
             link.abandon(self._fetched[0])
-        if self._buffer is not None:
+        if self._blocks:
             if self._device is not None:  # the forward has raised before the memory was freed
                 link.abandon(self._device)
-            self._channel.pool.give(self._buffer)
+            self._channel.pool.give(self._blocks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fastpack.utils.host_memory import available_bytes
 
+BLOCK = 2**23
+"""The bytes of a block of host memory: so few that little of a tensor's last block is wasted, and enough for copies at
+the full rate."""
 SIDE, REPEATS = 4096, 5
 """The side of the square matrices that are copied and multiplied to measure a device, and the number of repetitions."""
 
@@ -42,11 +45,11 @@ class Link(Protocol):
     def record_event(self) -> Any:
         """Return an event at this point of the device's computation."""
 
-    def send(self, source: Tensor, host: Tensor, ready: Any) -> Any:
-        """Copy ``source`` to the host, once the event ``ready`` has passed; return the event at the copy's end."""
+    def send(self, source: Tensor, blocks: Sequence[Tensor], ready: Any) -> Any:
+        """Copy uint8 ``source`` to blocks, once the event ``ready`` has passed; return the event at the copy's end."""
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, Any]:
-        """Return a copy on the device, in memory of its own, and the event at the copy's end."""
+    def copy_back(self, blocks: Sequence[Tensor], nbytes: int) -> tuple[Tensor, Any]:
+        """Return uint8 ``[nbytes]`` on the device, in memory of its own, and the event at the copy's end."""
 
     def wait(self, event: Any) -> None:
         """Let the device's computation wait for an event of the copies."""
@@ -71,12 +74,8 @@ class CudaLink:
         self._rates: dict[torch.dtype, Rates] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return uint8 ``[nbytes]`` in pinned memory of exactly this size; torch's own would be a power of two."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-        torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
-        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
-        return buffer
+        """Return uint8 ``[nbytes]`` in pinned memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def room(self) -> int:
         """Return how many bytes the host can still give."""
@@ -86,20 +85,22 @@ class CudaLink:
         """Return an event at this point of the current stream."""
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, source: Tensor, host: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
-        """Copy ``source`` to the host, once the event ``ready`` has passed; return the event at the copy's end."""
+    def send(self, source: Tensor, blocks: Sequence[Tensor], ready: torch.cuda.Event) -> torch.cuda.Event:
+        """Copy uint8 ``source`` to blocks, once the event ``ready`` has passed; return the event at the copy's end."""
         self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
-            host.copy_(source, non_blocking=True)
+            for part, block in zip(source.split(BLOCK), blocks, strict=True):
+                block[: len(part)].copy_(part, non_blocking=True)
         return self.stream.record_event()
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Return a copy on the device, in memory of its own, and the event at the copy's end."""
+    def copy_back(self, blocks: Sequence[Tensor], nbytes: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Return uint8 ``[nbytes]`` on the device, in memory of its own, and the event at the copy's end."""
         # The memory comes from the computing stream, so the copy waits for whatever that stream still does there.
-        tensor = torch.empty_like(host, device=self.device)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            tensor.copy_(host, non_blocking=True)
+            for part, block in zip(tensor.split(BLOCK), blocks, strict=True):
+                part.copy_(block[: len(part)], non_blocking=True)
         return tensor, self.stream.record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -153,68 +154,51 @@ def connect_cuda(device: torch.device) -> Link | None:
 
 
 class HostPool:
-    """The host buffers of one link, which are reused.
+    """The host memory of one link, in blocks of one size, which are reused.
 
-    A copy under way may still read a buffer that was given back. The next copy into this buffer runs after that copy,
-    since both belong to the same link. So the pool neither waits nor queries events, as torch's own cache of pinned
-    memory has to.
-
-    Sizes are rounded up by a sixteenth at most, so that batches of similar T share buffers. A free buffer that is too
-    small is replaced by a larger one: there are never more buffers than were in use at once.
+    A copy under way may still read blocks that were given back. The next copy into them runs after that copy, since
+    both belong to the same link. So the pool neither waits nor queries events, as torch's own cache of pinned memory
+    has to. That cache rounds sizes up to powers of two, which blocks are.
 
     Args:
-        link: the link whose copies use the buffers.
-        keep: whether to free no buffer while the pool lives, and at its end only after the device is done. Recordings
-            read and write the addresses with which they were recorded, on streams that the pool does not know.
+        link: the link whose copies use the blocks.
+        keep: whether to free the blocks only after the device is done. Recordings read and write the addresses with
+            which they were recorded, on streams that torch's cache does not know.
 
     Attributes:
-        count: the number of buffers, in use or free.
-        nbytes: the size of all buffers together.
+        count: the number of blocks, in use or free.
     """
 
     def __init__(self, link: Link, *, keep: bool = False) -> None:
-        """Start without buffers."""
-        self._link, self._keep = link, keep
+        """Start without blocks."""
+        self._link = link
         if keep:
-            weakref.finalize(self, link.drain).atexit = False  # before the buffers are freed
+            weakref.finalize(self, link.drain).atexit = False  # before the blocks are freed
         self._free: list[Tensor] = []
-        self.count = self.nbytes = 0
+        self.count = 0
 
-    def take(self, nbytes: int) -> Tensor:
-        """Return an uninitialised uint8 buffer of at least ``nbytes`` bytes."""
-        sizes = [buffer.numel() for buffer in self._free]
-        fitting = [size for size in sizes if size >= nbytes]
-        if fitting:
-            return self._free.pop(sizes.index(min(fitting)))
-        if sizes and not self._keep:
-            del self._free[sizes.index(min(sizes))]
-            self.count -= 1
-            self.nbytes -= min(sizes)
-        buffer = self._link.allocate(_rounded(nbytes))
-        self.count += 1
-        self.nbytes += buffer.numel()
-        return buffer
+    @property
+    def nbytes(self) -> int:
+        """The size of all blocks together."""
+        return self.count * BLOCK
+
+    def take(self, nbytes: int) -> list[Tensor]:
+        """Return uninitialised uint8 blocks of at least ``nbytes`` bytes together."""
+        needed = ceil(nbytes / BLOCK)
+        for _ in range(needed - len(self._free)):
+            self._free.append(self._link.allocate(BLOCK))
+            self.count += 1
+        taken, self._free = self._free[:needed], self._free[needed:]
+        return taken
 
     def has_room(self, sizes: Sequence[int]) -> bool:
-        """Return whether there are free buffers of at least these sizes, or host memory for those that are missing."""
-        free = sorted(buffer.numel() for buffer in self._free)
-        missing = 0
-        for size in sorted(sizes, reverse=True):
-            at = bisect_left(free, size)
-            if at < len(free):
-                free.pop(at)
-            else:
-                missing += _rounded(size)
-        return not missing or missing <= self._link.room()
+        """Return whether there are free blocks for tensors of these sizes, or host memory for missing ones."""
+        missing = sum(ceil(size / BLOCK) for size in sizes) - len(self._free)
+        return missing <= 0 or missing * BLOCK <= self._link.room()
 
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back, for the next copy to overwrite."""
-        self._free.append(buffer)
-
-
-def _rounded(nbytes: int) -> int:
-    step = max(1, (1 << (nbytes - 1).bit_length()) // 16)
-    return -(-nbytes // step) * step
+    def give(self, blocks: Sequence[Tensor]) -> None:
+        """Take blocks back, for the next copy to overwrite."""
+        self._free.extend(blocks)
 
 
 class HostChannel:

@@ -23,7 +23,6 @@ class Chunks:
         cu_chunks: int32 ``[N + 1]``: sequence i has the chunks from ``cu_chunks[i]`` up to ``cu_chunks[i + 1]``.
         begin: int32 ``[M]``: each chunk's first token.
         end: int32 ``[M]``: one past its last token. Chunks after the last real one are empty: they begin and end at T.
-        longest: an upper bound on the number of chunks of one sequence.
     """
 
     size: int
@@ -31,17 +30,15 @@ class Chunks:
     cu_chunks: Tensor
     begin: Tensor
     end: Tensor
-    longest: int
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, size: int, count: int, longest: int) -> Chunks:
+    def of(cls, cu_seqlens: Tensor, size: int, count: int) -> Chunks:
         """Cut sequences into chunks, without waiting for the device.
 
         Args:
             cu_seqlens: int32 ``[N + 1]``.
             size: C.
             count: M, at least the number of chunks; ``T // size + N`` is always enough.
-            longest: at least the number of chunks of the longest sequence.
         """
         counts = (cu_seqlens.diff() + size - 1) // size
         cu_chunks = torch.cat([cu_seqlens[:1], counts.cumsum(0, dtype=torch.int32)])
@@ -51,7 +48,7 @@ class Chunks:
         end = torch.minimum(begin + size, cu_seqlens[sequence + 1])
         absent = chunk >= cu_chunks[-1]
         begin, end = (torch.where(absent, cu_seqlens[-1], edge).to(torch.int32) for edge in (begin, end))
-        return cls(size, cu_seqlens, cu_chunks, begin, end, longest)
+        return cls(size, cu_seqlens, cu_chunks, begin, end)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return ``[M, C, ...]`` from ``[T, ...]``, with zeros after the end of a chunk."""

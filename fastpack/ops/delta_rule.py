@@ -17,7 +17,7 @@ sums of g from the chunk's start, and S the state there:
     o = K ** -0.5 ((q exp(G)) S + P n)
     next S = exp(G_last) S + (k exp(G_last - G))^T n
 
-Only exponents of 0 or less are ever raised, so nothing overflows, however strong the decay.
+Only exponents of 0 or less are ever raised, so nothing overflows, however strong a finite decay is.
 
 Shape suffixes: T tokens, M chunks, C tokens of a chunk, H heads of values, K size of a key, V size of a value.
 """
@@ -41,7 +41,7 @@ MAX_SIZE = 256
 """The largest K and V of the kernels."""
 
 
-def chunk_size(device: torch.device, dtype: torch.dtype) -> int:
+def delta_chunk(device: torch.device, dtype: torch.dtype) -> int:
     """Return C for values of this device and dtype.
 
     It is 64, as in transformers. What the kernels hold of a chunk takes twice the memory in float32, so that fewer GPUs

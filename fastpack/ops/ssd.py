@@ -82,22 +82,24 @@ class _SSD(torch.autograd.Function):
 
 def _scan(x_THV: Tensor, dt_TH: Tensor, A_H: Tensor, B_TGK: Tensor, C_TGK: Tensor, chunks: Chunks) -> Tensor:
     """Compute :func:`ssd` by the formulas above."""
-    dtype = torch.promote_types(x_THV.dtype, torch.float32)
-    groups = B_TGK.shape[1]
-    # a missing token at the end of a chunk has dt = 0: it adds nothing, and nothing decays
-    dt, x, B, C = (chunks.gather(y.to(dtype)) for y in (dt_TH, x_THV, B_TGK, C_TGK))
-    u_MLGRV = (x * dt[..., None]).unflatten(2, (groups, -1))
-    a_MGRL = (A_H.to(dtype) * dt).unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
-    decay_MGRLL = _decays(a_MGRL)
+    with torch.autocast(x_THV.device.type, enabled=False):
+        dtype = torch.promote_types(x_THV.dtype, torch.float32)
+        groups = B_TGK.shape[1]
+        # a missing token at the end of a chunk has dt = 0: it adds nothing, and nothing decays
+        dt, x, B, C = (chunks.gather(y.to(dtype)) for y in (dt_TH, x_THV, B_TGK, C_TGK))
+        u_MLGRV = (x * dt[..., None]).unflatten(2, (groups, -1))
+        a_MGRL = (A_H.to(dtype) * dt).unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
+        decay_MGRLL = _decays(a_MGRL)
 
-    score_MGLL = torch.einsum("migk,mjgk->mgij", C, B)
-    y_MLGRV = torch.einsum("mgrij,mjgrv->migrv", decay_MGRLL * score_MGLL[:, :, None], u_MLGRV)
+        score_MGLL = torch.einsum("migk,mjgk->mgij", C, B)
+        y_MLGRV = torch.einsum("mgrij,mjgrv->migrv", decay_MGRLL * score_MGLL[:, :, None], u_MLGRV)
 
-    new_MGRKV = torch.einsum("mjgk,mjgrv->mgrkv", B, u_MLGRV * decay_MGRLL[..., -1, :].permute(0, 3, 1, 2)[..., None])
-    from_start_MGRL = a_MGRL.cumsum(-1).exp()
-    before_MGRKV = _states_before(new_MGRKV, from_start_MGRL[..., -1], chunks)
-    y_MLGRV = y_MLGRV + torch.einsum("migk,mgrkv,mgri->migrv", C, before_MGRKV, from_start_MGRL)
-    return chunks.scatter(y_MLGRV.flatten(2, 3), len(x_THV))
+        to_end_MLGR = decay_MGRLL[..., -1, :].permute(0, 3, 1, 2)
+        new_MGRKV = torch.einsum("mjgk,mjgrv->mgrkv", B, u_MLGRV * to_end_MLGR[..., None])
+        from_start_MGRL = a_MGRL.cumsum(-1).exp()
+        before_MGRKV = _states_before(new_MGRKV, from_start_MGRL[..., -1], chunks)
+        y_MLGRV = y_MLGRV + torch.einsum("migk,mgrkv,mgri->migrv", C, before_MGRKV, from_start_MGRL)
+        return chunks.scatter(y_MLGRV.flatten(2, 3), len(x_THV))
 
 
 def _decays(a: Tensor) -> Tensor:

@@ -133,6 +133,11 @@ class PackedSeqLens:
         return build_lengths(check_lengths(lengths), torch.device(device))
 
     @property
+    def knows_lengths(self) -> bool:
+        """True if ``lengths`` can be read; the lengths of a CUDA graph's next batch are on the device alone."""
+        return True
+
+    @property
     def num_sequences(self) -> int:
         """N, the number of sequences that have a token."""
         return len(self.lengths)
@@ -171,17 +176,10 @@ class PackedSeqLens:
         return value
 
     def chunks(self, size: int) -> Chunks:
-        """Return the sequences cut into chunks of ``size`` tokens, for recurrences; computed once for this batch.
-
-        In a CUDA graph, whose next batch has other lengths, there are as many chunks as any batch of T tokens may need.
-        """
+        """Return the sequences cut into chunks of ``size`` tokens, for recurrences; computed once for this batch."""
 
         def build() -> Chunks:
-            if self.row_count is None:
-                counts = [-(-length // size) for length in self.lengths]
-                return Chunks.of(self.cu_seqlens, size, sum(counts), max(counts))
-            most = self.total_tokens // size + self.cu_seqlens.numel() - 1
-            return Chunks.of(self.cu_seqlens, size, most, -(-self.max_seqlen // size))
+            return Chunks.of(self.cu_seqlens, size, sum(-(-length // size) for length in self.lengths))
 
         return self.memo(("chunks", size), build)
 

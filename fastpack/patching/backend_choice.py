@@ -96,13 +96,14 @@ def _serving_backend(shape: AttentionShape, attention: str) -> tuple[str, list[s
         for half in halves:
             if (other := choose(half)) != chosen:
                 notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
-        shorter = chosen
-        for length in (flash_attn.LONG, cudnn.LONG):
-            longer = choose(replace(shape, total_tokens=length, num_sequences=1, max_seqlen=length))
-            if longer != shorter:
-                notes.append(f"attention: {longer} where most tokens are in sequences of {length:,} and more")
-            shorter = longer
-        return chosen, notes
+        for each in (shape, *halves):
+            shorter = choose(each)
+            for length in (flash_attn.LONG, cudnn.LONG):
+                longer = choose(replace(each, total_tokens=length, num_sequences=1, max_seqlen=length))
+                if longer != shorter:
+                    notes.append(f"attention: {longer} where most tokens are in sequences of {length:,} and more")
+                shorter = longer
+        return chosen, list(dict.fromkeys(notes))
     if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
         notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
         return attention, notes

@@ -86,7 +86,7 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
             "same model after fastpack.quantize_experts(model), which keeps the values and runs without these kernels."
         )
     names = () if family is None else family.routers
-    recurrent = family is not None and any(spec.scan is not None for spec in family.mixers.values())
+    recurrent = family is not None and any(spec.scan not in (None, "conv") for spec in family.mixers.values())
     with torch.inference_mode(False), evaluating(model), without_wrappers(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
         stock = functools.partial(disabled, state)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Case, assert_exact, bounds, errors, measure, truth_of
+from machines import H100, Machine, shape
 from torch import Tensor
 
+from fastpack.attention_dispatch import choose
 from fastpack.backends import cudnn
 from fastpack.backends.call import AttentionCall
+from fastpack.cuda_graphs.step import StaticSeqLens
 from fastpack.packing.seqlens import PackedSeqLens
 
 DOUBLE = torch.float64
@@ -130,3 +134,16 @@ def test_a_stored_result_is_not_computed_again(shapes: list[tuple[int, ...]]) ->
         again = measure(cudnn.run, AttentionCall(call.q, call.k, call.v, call.packed, call.scale, store=store))
         assert max(errors(again, want).values()) < 1e-12
     assert len(shapes) == 2 * ran, "the first of these two runs computes, the second loads"
+
+
+def test_not_in_a_cuda_graph(machine: Machine) -> None:
+    """Whose lengths are on the device alone; there `auto` takes what can be recorded."""
+    machine(*H100)
+    long = shape(total_tokens=8192, num_sequences=1, max_seqlen=8192)
+    assert choose(long) == "cudnn"
+    recorded = replace(long, knows_lengths=False)
+    assert choose(recorded) == "triton_packed"
+    assert "CUDA graph" in str(cudnn.rejects(recorded))
+    static = StaticSeqLens(**{**vars(PackedSeqLens.from_lengths([8192])), "_memo": {}})
+    q = torch.zeros(8192, 1, 8)
+    assert not AttentionCall(q, q, q, static, 1.0).shape.knows_lengths

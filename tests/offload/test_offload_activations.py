@@ -44,7 +44,7 @@ from fastpack.offload.activations import (
     copied_share,
     is_offloaded,
 )
-from fastpack.offload.transfer import HostChannel, HostPool, Rates
+from fastpack.offload.transfer import HostChannel, Rates
 from fastpack.ops.linear import gated_mlp
 from fastpack.utils.hooks import WrappedCheckpointing
 
@@ -214,12 +214,10 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     assert runner(model).stats.replays == len(batches)
     assert (stats.forwards, stats.recorded) == (0, (LAYERS - 1, SENT if choice == "activations" else 0, 0))
     assert f"{LAYERS - 1} layer inputs" in notes(model)
-    assert "of each recorded step wait in 0.00 GiB" in notes(model)
+    assert "of each recorded step wait in" in notes(model)
     pool = recorded(model).pool
     assert (in_use(pool), recorded(model).link.hazards) == (0, 0)
-    assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), (
-        "including those of the small batches"
-    )
+    assert pool.count == LAYERS - 1 + (2 * SENT if choice == "activations" else 0), "shared by recordings"
 
 
 def recorded(model: Any) -> HostChannel:
@@ -263,18 +261,6 @@ def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     assert pool() is None
     assert not any(buffer() is not None for buffer in buffers)
     assert link.drained == 1, "the memory may not be reused while a replay reads it"
-
-
-@pytest.mark.slow
-def test_buffers_of_recordings_stay() -> None:
-    for keep in (False, True):
-        pool = HostPool(LateLink(torch.device("cpu")), keep=keep)
-        small = pool.take(100)
-        pool.give(small)
-        large = pool.take(1000)
-        pool.give(large)
-        assert (pool.count, pool.nbytes) == ((2, 104 + 1024) if keep else (1, 1024))
-        assert (pool.take(100) is small) == keep
 
 
 def test_pace() -> None:

@@ -29,7 +29,7 @@ from fastpack.backends import triton_packed
 from fastpack.backends.call import AttentionCall
 from fastpack.offload import activations, saved
 from fastpack.offload.activations import ActivationOffload
-from fastpack.offload.transfer import HostChannel
+from fastpack.offload.transfer import BLOCK, HostChannel
 from fastpack.ops.kernels import attention
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -131,7 +131,7 @@ def test_layer_inputs_go_first() -> None:
     channel = HostChannel(link)
     ours = ActivationOffload(lambda device: channel, LAYERS, 0, of_mlps=False)
     out, lse = torch.zeros(16, 2, 8), torch.zeros(2, 16)
-    link.memory = 2 * (out.nbytes + lse.nbytes) + LAYERS * out.nbytes
+    link.memory = (2 * 2 + LAYERS) * BLOCK
     kept = []
     for index in range(LAYERS):
         kept.append(ours.save_attention(index, [out, lse], 2**40))

@@ -111,15 +111,15 @@ def distance(ours: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 class SlowLink(CudaLink):
     """A link whose copies are late."""
 
-    def send(self, source: Tensor, host: Tensor, since: torch.cuda.Event) -> torch.cuda.Event:
+    def send(self, source: Tensor, host: Any, since: torch.cuda.Event) -> torch.cuda.Event:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLEEP)
         return super().send(source, host, since)
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def copy_back(self, host: Any, nbytes: int) -> tuple[Tensor, torch.cuda.Event]:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLEEP)
-        return super().copy_back(host)
+        return super().copy_back(host, nbytes)
 
 
 class ForgetfulLink(SlowLink):
@@ -131,7 +131,7 @@ class ForgetfulLink(SlowLink):
 class HastyLink(CudaLink):
     """A link that does not wait for the data that it copies."""
 
-    def send(self, source: Tensor, host: Tensor, since: torch.cuda.Event) -> torch.cuda.Event:
+    def send(self, source: Tensor, host: Any, since: torch.cuda.Event) -> torch.cuda.Event:
         return super().send(source, host, torch.cuda.Event())
 
 
@@ -203,8 +203,8 @@ class FastLink(CudaLink):
 class LossyLink(FastLink):
     """The negative control: zeros come back."""
 
-    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        tensor, event = super().copy_back(host)
+    def copy_back(self, host: Any, nbytes: int) -> tuple[Tensor, torch.cuda.Event]:
+        tensor, event = super().copy_back(host, nbytes)
         self.wait(event)
         return tensor.zero_(), self.record_event()
 

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
+from fastpack.offload import transfer
+from fastpack.offload.activations import LayerActivations
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.saved import IN_FLIGHT, KEEP, OffloadedTensor, SavedTensorHooks, UnmovedTensor
 from fastpack.offload.transfer import HostChannel, HostPool
@@ -19,36 +21,44 @@ from fastpack.offload.transfer import HostChannel, HostPool
 pytestmark = pytest.mark.usefixtures("no_collection")
 
 
-def test_host_pool() -> None:
+def test_host_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BLOCK", 128)
     pool = HostPool(LateLink(torch.device("cpu")))
     small, large = pool.take(100), pool.take(1000)
-    assert (small.numel(), large.numel(), in_use(pool)) == (104, 1024, 2)
-    for order in ((large, small), (small, large)):
-        for buffer in order:
-            pool.give(buffer)
-        assert pool.take(104) is small, "the smallest that will do"
-        assert pool.take(105) is large
-    pool.give(small)
-    larger = pool.take(5000)
-    assert (larger.numel(), pool.count, pool.nbytes) == (5120, 2, 5120 + 1024), "in place of one too small"
-    assert pool.take(1).numel() == 1
+    assert ([len(small), len(large)], in_use(pool), pool.nbytes) == ([1, 8], 9, 9 * 128)
+    pool.give(large)
+    again = pool.take(513)
+    assert len(again) == 5
+    assert {block.data_ptr() for block in again} < {block.data_ptr() for block in large}
+    assert (pool.count, in_use(pool)) == (9, 6)
+    assert len(pool.take(128 * 4)) == 4
+    assert pool.count == 10, "one was missing"
 
 
-def test_room_on_the_host() -> None:
-    """Free buffers count, each once, and the memory of those that are missing."""
+def test_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free blocks count, and the memory of those that are missing."""
+    monkeypatch.setattr(transfer, "BLOCK", 128)
     link = LateLink(torch.device("cpu"))
     pool = HostPool(link)
-    for buffer in [pool.take(100), pool.take(1000)]:
-        pool.give(buffer)
+    pool.give(pool.take(1000))
     link.memory = sum(link.given)
-    assert pool.has_room([1000, 100])
-    assert pool.has_room([50, 1000])
-    assert not pool.has_room([1000, 105])
-    assert not pool.has_room([50, 50, 50])
-    link.memory += 51
-    assert not pool.has_room([50, 50, 50]), "52 bytes after rounding"
-    link.memory += 1
-    assert pool.has_room([50, 50, 50])
+    assert pool.has_room([1000])
+    assert pool.has_room([500, 500])
+    assert not pool.has_room([1000, 1])
+    link.memory += 128
+    assert pool.has_room([1000, 1])
+    assert not pool.has_room([1000, 129])
+
+
+def test_what_was_not_sent_stays() -> None:
+    """A host whose memory others take between the check and the copy is no error."""
+    link = LateLink(torch.device("cpu"))
+    link.memory = 0
+    tensors = [torch.randn(8), torch.randn(8)]
+    saved = LayerActivations(HostChannel(link), tensors, None)
+    saved.release_device_memory()
+    assert all(torch.equal(ours, want) for ours, want in zip(saved.fetch(), tensors, strict=True))
+    assert not link.did("send")
 
 
 @pytest.mark.sample(1)

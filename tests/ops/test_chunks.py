@@ -19,7 +19,7 @@ def test_each_token_is_in_one_chunk_of_its_sequence(lengths: list[int], spare: i
     want = [(begin, min(begin + SIZE, end)) for first, end in pairwise(offsets) for begin in range(first, end, SIZE)]
     counts = [-(-length // SIZE) for length in lengths]
     cu_seqlens = torch.tensor(offsets + [offsets[-1]] * spare, dtype=torch.int32)
-    chunks = Chunks.of(cu_seqlens, SIZE, len(want) + spare, max(counts))
+    chunks = Chunks.of(cu_seqlens, SIZE, len(want) + spare)
     assert list(zip(chunks.begin.tolist(), chunks.end.tolist(), strict=True)) == want + [(offsets[-1],) * 2] * spare
     assert chunks.cu_chunks.tolist() == list(accumulate(counts + [0] * spare, initial=0))
     assert {x.dtype for x in (chunks.begin, chunks.end, chunks.cu_chunks)} == {torch.int32}

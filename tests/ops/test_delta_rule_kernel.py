@@ -8,7 +8,7 @@ from delta_cases import chunks_of, errors, gradients_of, make_inputs
 from op_checks import DEVICES, count_calls, relative
 from torch import Tensor
 
-from fastpack.ops.delta_rule import chunk_size, gated_delta_rule
+from fastpack.ops.delta_rule import delta_chunk, gated_delta_rule
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import delta_rule as kernels
@@ -45,7 +45,7 @@ def test_kernels_are_the_definition(
     unwritten_memory_is_not_finite: None,
 ) -> None:
     lengths, size, sizes, normalised = case
-    size = size or chunk_size(torch.device(device), dtype)
+    size = size or delta_chunk(torch.device(device), dtype)
     inputs = make_inputs(sum(lengths), by_channel=by_channel, sizes=sizes, device=device)
     if not normalised:
         inputs[:2] = [x / 6 for x in inputs[:2]]

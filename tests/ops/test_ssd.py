@@ -72,7 +72,7 @@ def test_room_for_more_chunks_changes_nothing() -> None:
     lengths = [20, 3, 17]
     inputs = inputs_of(sum(lengths))
     offsets = torch.tensor([0, 20, 23, 40, 40, 40], dtype=torch.int32)
-    roomy = ssd(*inputs, Chunks.of(offsets, SIZE, 40 // SIZE + 5, 9))
+    roomy = ssd(*inputs, Chunks.of(offsets, SIZE, 40 // SIZE + 5))
     assert torch.equal(roomy, ssd(*inputs, chunks_of(lengths)))
 
 
@@ -94,3 +94,10 @@ def test_half_precision_is_computed_in_float32() -> None:
     out = ssd(x, dt, A, B, C, chunks_of([40]))
     assert out.dtype == torch.float32
     assert torch.equal(out, ssd(x.float(), dt, A, B.float(), C.float(), chunks_of([40])))
+
+
+def test_autocast_does_not_reach_the_definition() -> None:
+    inputs = inputs_of(14, dtype=torch.float32)
+    want = ssd(*inputs, chunks_of([5, 9]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ssd(*inputs, chunks_of([5, 9])), want)

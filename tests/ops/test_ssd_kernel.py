@@ -106,7 +106,7 @@ def test_room_for_more_chunks_and_strided_inputs(device: str) -> None:
     strided = [y.detach().requires_grad_() for y in (x_, dt, A, B_, C_)]
     assert not strided[0].is_contiguous()
     offsets = torch.tensor([0, 20, 23, 40, 40, 40], dtype=torch.int32, device=device)
-    roomy = with_gradients(strided, Chunks.of(offsets, SIZE, 40 // SIZE + 5, 9), "triton")
+    roomy = with_gradients(strided, Chunks.of(offsets, SIZE, 40 // SIZE + 5), "triton")
     assert all(map(torch.equal, roomy, with_gradients([x, dt, A, B, C], chunks_of([20, 3, 17], device), "triton")))
 
 

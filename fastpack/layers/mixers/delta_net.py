@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.families.spec import DeltaNetSpec
 from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence
 from fastpack.layers.project import project_modules
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.autograd import as_row
 from fastpack.packing.seqlens import PackedSeqLens
 
 
@@ -28,28 +27,36 @@ def serves(module: Any, spec: DeltaNetSpec) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def delta_net(
-    module: Any, spec: DeltaNetSpec, runtime: Runtime, hidden_states: Tensor, packed: PackedSeqLens, dtype: torch.dtype
+    module: Any,
+    spec: DeltaNetSpec,
+    runtime: Runtime,
+    x: Tensor,
+    packed: PackedSeqLens,
+    *,
+    norm: nn.Module | None = None,
+    residual: bool = False,
 ) -> Tensor:
-    """Return the module's result ``[1, T, hidden]``, each sequence by itself.
+    """Return the module's result of ``norm(x)``, each sequence by itself, plus x if ``residual``: ``[T, hidden]``.
 
     Args:
         module: the gated delta net.
         spec: its spec in the family's row.
         runtime: settings of the patched model.
-        hidden_states: ``[1, T, hidden]``.
+        x: ``[T, hidden]``.
         packed: the lengths of the sequences.
-        dtype: the dtype in which projections compute, for which kernels are chosen.
+        norm: the norm before the module, or None.
+        residual: whether to add x to the result.
     """
     count = packed.row_count
     inner = [getattr(module, name) for name in spec.inner]
-    outputs, _ = project_modules(inner, hidden_states.squeeze(0), runtime, row_count=count)
+    outputs, x = project_modules(inner, x, runtime, norm=norm, row_count=count)
     if spec.split is None:
         qkv, z, b, a = outputs
     else:
         *parts, z, b, a = (x.squeeze(0) for x in getattr(module, spec.split)(*(x[None] for x in outputs)))
         qkv = torch.cat([x.flatten(1) for x in parts], -1)
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    qkv = packed_conv(packed, qkv.to(dtype).t()[None], weight, bias, module.activation)[0].t()
+    qkv = packed_conv(packed, qkv.t()[None], weight, bias, module.activation)[0].t()
     q, k, v = qkv.split([module.key_dim, module.key_dim, module.value_dim], -1)
     keys, values = ((1, len(qkv), -1, size) for size in (module.head_k_dim, module.head_v_dim))
     g = -module.A_log.float().exp() * F.softplus(a.float() + module.dt_bias)
@@ -57,5 +64,6 @@ def delta_net(
     out = packed_recurrence("gated_delta", packed, *heads, True)
     size = module.head_v_dim
     normed = module.norm(out.reshape(-1, size), z.reshape(-1, size)).view(len(qkv), -1)
-    (result,), _ = project_modules([getattr(module, spec.out)], normed, runtime, row_count=count)
-    return as_row(result)
+    added = x if residual else None
+    (result,), _ = project_modules([getattr(module, spec.out)], normed, runtime, residual=added, row_count=count)
+    return result

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import MixerSpec
-from fastpack.layers.mixers import delta_net
 from fastpack.layers.mixers import kernels as mixer_kernels
+from fastpack.layers.mixers.delta_net import delta_net, serves
 from fastpack.layers.mixers.rows import Rows, repad, row_groups, unpad
+from fastpack.layers.project import fast_forward
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import CHUNKED, SLIDING, masked_size
+from fastpack.ops.autograd import as_row
 from fastpack.packing.mask import is_mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Forward, Replacement, replaces
@@ -46,10 +48,9 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
 
         if packed_rejects(module, spec, patched.earlier) is None:
             hidden = _hidden(args, kwargs)
-            dtype = _computed_in(hidden)
-            if spec.net is not None and delta_net.serves(module, spec.net):
-                return delta_net.delta_net(module, spec.net, patched.runtime, hidden, packed, dtype)
-            return packed_forward(module, spec, packed, dtype, *args, **kwargs)
+            if spec.net is not None and serves(module, spec.net):
+                return as_row(delta_net(module, spec.net, patched.runtime, hidden.squeeze(0), packed))
+            return packed_forward(module, spec, packed, _computed_in(hidden), *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
@@ -77,6 +78,14 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
         rest = unpad([tuple(result[:-1]) for result in results], groups, what)
         return *rest, _Carried(tuple(result[-1] for result in results))
     return unpad(results, groups, what)
+
+
+def fast_net(module: nn.Module) -> Replacement[MixerSpec, Runtime] | None:
+    """Return the replacement of a module that runs as :func:`delta_net` on packed tokens, or None."""
+    patched = fast_forward(module, mixer_forward)
+    if patched is None or patched.spec.net is None or _why_rows(module, patched.spec) is not None:
+        return None
+    return patched if serves(module, patched.spec.net) else None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
-from fastpack.ops.delta_rule import chunk_size
+from fastpack.ops.delta_rule import delta_chunk
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.short_conv import short_conv
 from fastpack.ops.ssd import CHUNK
@@ -132,9 +132,8 @@ def _run_own_delta(
     normalised: bool,
 ) -> Tensor:
     inputs = (x.squeeze(0) for x in (q, k.to(q.dtype), v.to(q.dtype), g, beta))
-    return function(
-        *inputs, packed.to(v.device).chunks(chunk_size(v.device, v.dtype)), normalised=normalised
-    ).unsqueeze(0)
+    chunks = _on(packed, v.device).chunks(delta_chunk(v.device, q.dtype))
+    return function(*inputs, chunks, normalised=normalised, implementation=implementation).unsqueeze(0)
 
 
 def _run_linear_attention(
@@ -171,7 +170,7 @@ def _run_mamba2(
     chunk_size: int,
 ) -> Tensor:
     B, C = B.to(x.dtype), C.to(x.dtype)
-    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed))  # with D, it would round D x
+    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed, x.device))  # with D, it would round D x
     return _with_skip(out, x, D)
 
 
@@ -196,14 +195,14 @@ def _run_conv_cuda(
         return _run_conv(short_conv, packed, x, weight, bias, activation)
     # with seq_idx, the kernel needs the channels of a token to be contiguous
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
-    return function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed), activation=activation)
+    return function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed, x.device), activation=activation)
 
 
 def _run_conv(
     function: Function, packed: PackedSeqLens, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     activation = None if activation is None else "silu"
-    out: Tensor = function(x[0].t(), weight, bias, packed.to(x.device).cu_seqlens, activation=activation)
+    out: Tensor = function(x[0].t(), weight, bias, _on(packed, x.device).cu_seqlens, activation=activation)
     return out.t()[None]
 
 
@@ -218,7 +217,7 @@ def _run_ssd(
     D: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    out: Tensor = function(x[0], dt[0], A, B[0].to(x.dtype), C[0].to(x.dtype), packed.to(x.device).chunks(CHUNK))
+    out: Tensor = function(x[0], dt[0], A, B[0].to(x.dtype), C[0].to(x.dtype), _on(packed, x.device).chunks(CHUNK))
     return _with_skip(out[None], x, D)
 
 
@@ -236,8 +235,15 @@ def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) ->
     return offsets
 
 
-def _seq_idx(packed: PackedSeqLens) -> Tensor:
-    return packed.seq_idx.contiguous()
+def _seq_idx(packed: PackedSeqLens, device: torch.device) -> Tensor:
+    return _on(packed, device).seq_idx.contiguous()
+
+
+def _on(packed: PackedSeqLens, device: torch.device) -> PackedSeqLens:
+    """Return the lengths on a device, moved once for a batch: a model may be spread over several devices."""
+    if packed.cu_seqlens.device == device:
+        return packed
+    return packed.memo(("on", device), lambda: packed.to(device))
 
 
 @functools.cache

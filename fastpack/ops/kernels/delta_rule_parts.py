@@ -14,10 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.chunks import Chunks
-from fastpack.ops.kernels.launch import processors, stages_that_fit
-
-NARROWEST = 32
-"""The fewest columns of values of a program that walks through a sequence."""
+from fastpack.ops.kernels.launch import stages_that_fit
 
 
 @dataclass(frozen=True)
@@ -38,13 +35,13 @@ class DeltaTile:
     streamed: tuple[int, int, int]
     resident: tuple[int, int, int, int]
 
-    def options(self, k: Tensor, v: Tensor, size: int, block_v: int | None = None) -> dict[str, Any]:
+    def options(self, k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
         """Return the constants and the compiler options of a launch for chunks of ``size`` tokens.
 
         ``num_stages`` is 0 if the kernel does not fit into the device's shared memory.
         """
         heads, value = v.shape[1:]
-        block_k, block_v = block_of(k.shape[2], v.dtype), min(block_v or self.block_v, block_of(value, v.dtype))
+        block_k, block_v = block_of(k.shape[2], v.dtype), min(self.block_v, block_of(value, v.dtype))
         tiles = [size * block_k, size * block_v, block_k * block_v, size * size]
         streamed, resident = (
             sum(count * tile for count, tile in zip(counts, tiles, strict=False)) * v.element_size()
@@ -64,15 +61,9 @@ class DeltaTile:
         }
 
     def options_of_walk(self, k: Tensor, v: Tensor, chunks: Chunks) -> tuple[int, dict[str, Any]]:
-        """Return the number of programs, and the options, if each takes some columns of values of one sequence.
-
-        The fewer sequences there are, the fewer columns a program takes, so that the device is busy.
-        """
-        walks, block = (len(chunks.cu_seqlens) - 1) * v.shape[1], self.block_v
-        while block > NARROWEST and walks * triton.cdiv(v.shape[2], block) < processors(v.device):
-            block //= 2
-        options = self.options(k, v, chunks.size, block)
-        return walks * triton.cdiv(v.shape[2], options["BLOCK_V"]), options
+        """Return the number of programs, and the options, if each takes some columns of values of one sequence."""
+        options = self.options(k, v, chunks.size)
+        return (len(chunks.cu_seqlens) - 1) * v.shape[1] * triton.cdiv(v.shape[2], options["BLOCK_V"]), options
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +238,7 @@ def block_of(size: int, dtype: torch.dtype) -> int:
     """Return the width of a tile that holds ``size`` columns.
 
     Matrix units take 16 at least. In half precision, tiles of 64 x 16 read memory that is not theirs on Hopper (Triton
-    3.6); tiles of 64 columns and more were run there.
+    3.6): keys and values of 16. Heads of 64 to 256 were run there.
     """
     return max(16 if dtype == torch.float32 else 64, triton.next_power_of_2(size))
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from adapter_cases import with_lora
 from op_checks import count_calls
 from oracle import compare, make_sequences, run_alone, run_batch
+from torch import Tensor
 
 import fastpack
 from fastpack.exactness.tiny import build_tiny, model_types
@@ -19,6 +21,7 @@ from fastpack.layers import project
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers import packed
 from fastpack.ops import delta_rule
+from fastpack.ops.linear.operands import Norm
 from fastpack.packing.seqlens import PackedSeqLens
 
 LENGTHS = (7, 1, 130, 64, 65, 3)
@@ -129,3 +132,35 @@ def test_projections_with_lora_are_fused(
     sizes = [len(group) for _, group, *_ in groups if all(each.lora is not None for each in group)]
     assert sorted(sizes) == sorted([len(LINEARS[model_type]) - 1, 1] * runs)
     assert not stock
+
+
+@pytest.mark.parametrize("model_type", LINEARS)
+def test_a_layer_fuses_its_norms(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms before the net and before the MLP, and both residual additions, are parts of projections."""
+    model: Any = build_tiny(model_type).train()
+    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
+    alone = run_alone(model, sequences)
+    fastpack.patch(model)
+    layer = next(m for m in model.modules() if hasattr(m, "linear_attn"))
+    groups = count_calls(monkeypatch, project, "project")
+    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
+    assert max(error.logits, error.loss, error.grads) <= BOUND
+    weights = {layer.input_layernorm.weight.data_ptr(), layer.linear_attn.out_proj.weight.data_ptr()}
+    normed = {each.weight.data_ptr() for call in groups for each in call if isinstance(each, Norm)}
+    added = {group[0].weight.data_ptr() for _, group, _, residual, *_ in groups if residual is not None}
+    assert weights <= normed | added
+
+
+def test_kimis_rule_runs_by_its_definition() -> None:
+    """Its kernels have not run on a GPU yet."""
+    kernel = mixer_kernels.KERNELS["kda"][-1]
+    q, g, beta = torch.randn(1, 5, 2, 4), torch.zeros(1, 5, 2, 4), torch.zeros(1, 5, 2)
+    asked: list[str] = []
+
+    def rule(*inputs: Any, normalised: bool, implementation: str) -> Tensor:
+        asked.append(implementation)
+        return inputs[0]
+
+    kernel.run(rule, PackedSeqLens.from_lengths([5]), q, q, q, g, beta, True)
+    mixer_kernels.KERNELS["gated_delta"][-1].run(rule, PackedSeqLens.from_lengths([5]), q, q, q, beta, beta, True)
+    assert asked == ["torch", "auto"]

@@ -17,7 +17,7 @@ from compiled import LIMITS
 from compiled_attention import as_on
 
 from fastpack.ops.chunks import Chunks
-from fastpack.ops.delta_rule import EPS, chunk_size
+from fastpack.ops.delta_rule import EPS, delta_chunk
 from fastpack.ops.kernels import delta_rule, delta_rule_backward, launch
 
 LENGTHS = [300, 1, 64]
@@ -40,7 +40,7 @@ def measure(capability: int, dtype: str, key: int, value: int, group: int, by_ch
 
     of = getattr(torch, dtype)
     offsets = torch.tensor(list(accumulate(LENGTHS, initial=0)), dtype=torch.int32)
-    chunks = Chunks.of(offsets, chunk_size(torch.device("cuda"), of), 12, 10)
+    chunks = Chunks.of(offsets, delta_chunk(torch.device("cuda"), of), 12)
     tokens, heads = sum(LENGTHS), 4
     q, k = (torch.zeros(tokens, heads // group, key, dtype=of) for _ in range(2))
     v = torch.zeros(tokens, heads, value, dtype=of)
