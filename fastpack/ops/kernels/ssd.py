@@ -45,7 +45,7 @@ BLOCK_H = 32
 """Heads of a program that adds up decays."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _sums_kernel(
     DT, A, SUMS, BEGIN, END, tokens, HEADS: tl.constexpr, L: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr
 ):
@@ -79,7 +79,7 @@ def _states_kernel(
     across: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * across
     tile = tl.program_id(0) % tiles
-    head = tl.program_id(0) // tiles % HEADS
+    head = (tl.program_id(0) // tiles % HEADS).to(tl.int64)
     sequence = tl.program_id(0) // tiles // HEADS
     k = tile // across * BLOCK_K + tl.arange(0, BLOCK_K)
     v = tile % across * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -115,7 +115,7 @@ def _results_kernel(
     L: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
-    head = tl.program_id(0) % HEADS
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
     chunk = tl.program_id(0) // HEADS
     token = tl.load(BEGIN + chunk) + tl.arange(0, L)
     valid = token < tl.load(END + chunk)

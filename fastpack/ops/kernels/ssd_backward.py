@@ -60,7 +60,7 @@ def _heads_kernel(
 ):  # fmt: skip
     """Write DX ``[T, H, V]``, DDT ``[T, H]`` and each chunk's part of dA, ``[M, H]``."""
     wait_for_inputs(EARLY)
-    head = tl.program_id(0) % HEADS
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
     chunk = tl.program_id(0) // HEADS
     end = tl.load(END + chunk)
     token = tl.load(BEGIN + chunk) + tl.arange(0, L)
@@ -117,7 +117,7 @@ def _groups_kernel(
     across: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     groups: tl.constexpr = HEADS // RATIO
     k = tl.program_id(0) % across * BLOCK_K + tl.arange(0, BLOCK_K)
-    group = tl.program_id(0) // across % groups
+    group = (tl.program_id(0) // across % groups).to(tl.int64)
     part = tl.program_id(0) // across // groups % parts
     chunk = tl.program_id(0) // across // groups // parts
     end = tl.load(END + chunk)
