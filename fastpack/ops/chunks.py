@@ -6,6 +6,7 @@ Shape suffixes: T tokens, N sequences, M chunks, C tokens of a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,6 +50,18 @@ class Chunks:
         absent = chunk >= cu_chunks[-1]
         begin, end = (torch.where(absent, cu_seqlens[-1], edge).to(torch.int32) for edge in (begin, end))
         return cls(size, cu_seqlens, cu_chunks, begin, end)
+
+    @cached_property
+    def steps(self) -> tuple[Tensor, list[int]]:
+        """The real chunks in the order of a loop over all sequences at once, and how many chunks each step has.
+
+        Step n has the n-th chunk of each sequence, those of the sequences with most chunks first. So the sequences of a
+        step are the first ones of the step before. To compute it, the host waits for the device.
+        """
+        counts, longest_first = self.cu_chunks.diff().sort(descending=True, stable=True)
+        step = torch.arange(int(counts[0]), device=counts.device)[:, None]
+        exists = step < counts
+        return (self.cu_chunks[longest_first] + step)[exists], exists.sum(1).tolist()
 
     def gather(self, x: Tensor) -> Tensor:
         """Return ``[M, C, ...]`` from ``[T, ...]``, with zeros after the end of a chunk."""

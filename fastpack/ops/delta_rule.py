@@ -132,7 +132,7 @@ class _GatedDeltaRule(torch.autograd.Function):
 def _definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, normalised: bool) -> Tensor:
     wide = torch.promote_types(v.dtype, torch.float32)
     size, group = k.shape[2], v.shape[1] // k.shape[1]
-    order, counts = _steps(chunks)
+    order, counts = chunks.steps
     with torch.autocast(q.device.type, enabled=False):
         # in transformers' order, so that float32 rounds alike
         q, k = (x.to(wide).repeat_interleave(group, 1) for x in (q, k))
@@ -163,18 +163,6 @@ def _definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks
 
 def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
-
-
-def _steps(chunks: Chunks) -> tuple[Tensor, list[int]]:
-    """Return the real chunks in the order of a loop over all sequences at once, and how many chunks each step has.
-
-    Step n has the n-th chunk of each sequence, those of the sequences with most chunks first. So the sequences of a
-    step are the first ones of the step before. It waits for the device.
-    """
-    counts, longest_first = chunks.cu_chunks.diff().sort(descending=True, stable=True)
-    step = torch.arange(int(counts[0]), device=counts.device)[:, None]
-    exists = step < counts
-    return (chunks.cu_chunks[longest_first] + step)[exists], exists.sum(1).tolist()
 
 
 def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:

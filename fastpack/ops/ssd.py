@@ -19,7 +19,6 @@ and C, K state size, V head size.
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -111,21 +110,15 @@ def _decays(a: Tensor) -> Tensor:
 
 
 def _states_before(new_MGRKV: Tensor, decay_MGR: Tensor, chunks: Chunks) -> Tensor:
-    """Return the state before each chunk from what each chunk adds to it, and its decay over the chunk.
-
-    Each step takes one chunk of all sequences that have so many. The sequences with the most chunks come first.
-    """
-    order_N = chunks.cu_chunks.diff().argsort(descending=True)
-    first_N, counts = chunks.cu_chunks[order_N], chunks.cu_chunks.diff()[order_N].tolist()
-    state = new_MGRKV.new_zeros(len(counts), *new_MGRKV.shape[1:])
-    steps: list[tuple[Tensor, Tensor]] = []
-    for step in range(counts[0]):
-        active = sum(1 for _ in takewhile(lambda count, step=step: count > step, counts))  # type: ignore[misc]
-        chunk, state = first_N[:active] + step, state[:active]
-        steps.append((chunk, state))
-        state = decay_MGR[chunk][..., None, None] * state + new_MGRKV[chunk]
-    chunk, before = (torch.cat(parts) for parts in zip(*steps, strict=True))
-    return torch.zeros_like(new_MGRKV).index_copy(0, chunk.long(), before)
+    """Return the state before each chunk from what each chunk adds to it, and its decay over the chunk."""
+    order, counts = chunks.steps
+    state = new_MGRKV.new_zeros(counts[0], *new_MGRKV.shape[1:])
+    before: list[Tensor] = []
+    for new, decay in zip(new_MGRKV[order].split(counts), decay_MGR[order].split(counts), strict=True):
+        state = state[: len(new)]
+        before.append(state)
+        state = decay[..., None, None] * state + new
+    return torch.zeros_like(new_MGRKV).index_copy(0, order, torch.cat(before))
 
 
 def _kernel_serves(implementation: Implementation, x: Tensor, B: Tensor, C: Tensor, chunks: Chunks) -> bool:

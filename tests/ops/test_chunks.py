@@ -33,3 +33,11 @@ def test_each_token_is_in_one_chunk_of_its_sequence(lengths: list[int], spare: i
     back = chunks.scatter(gathered, len(x))
     assert torch.equal(back, x)
     assert torch.equal(torch.autograd.grad(back.sum(), x)[0], torch.ones_like(x))
+
+
+def test_steps_go_through_all_sequences_at_once() -> None:
+    """Sequences of 1, 5, 0 and 2 chunks: each step has the next chunk of those that have one, the longest first."""
+    offsets = torch.tensor([0, 3, 20, 20, 26], dtype=torch.int32)
+    order, counts = Chunks.of(offsets, SIZE, 9).steps
+    assert counts == [3, 2, 1, 1, 1]
+    assert order.tolist() == [1, 6, 0, 2, 7, 3, 4, 5]
