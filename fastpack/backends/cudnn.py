@@ -70,8 +70,9 @@ def rejects(shape: AttentionShape) -> str | None:
 def _elsewhere(shape: AttentionShape) -> str | None:
     """Return why this GPU is none of those on which the kernel was tested, or None."""
     capability = cuda_capability(shape)
-    assert capability is not None
-    return None if capability[0] == 9 else f"was tested on Hopper alone, this GPU has {capability[0]}.{capability[1]}"
+    if capability is None or capability[0] == 9:
+        return None
+    return f"was tested on Hopper alone, this GPU has compute capability {capability[0]}.{capability[1]}"
 
 
 def wins(shape: AttentionShape) -> bool:
