@@ -103,9 +103,8 @@ def family_rows() -> list[dict[str, str]]:
 
 
 def _tier(family: Family) -> str:
-    """Return a family's tier; its mixers run on packed tokens if all of them are recurrences or convolutions."""
-    scans = {spec.scan for spec in family.mixers.values()}
-    return "varlen" if scans and None not in scans else str(family.tier)
+    """Return the tier that a family's models get if their mixers run on packed tokens where they can."""
+    return "varlen" if family.packs_mixers else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:

@@ -25,8 +25,8 @@ from torch import Tensor
 FULL_BOUND = 1e-5
 """The error that rounding in float32 may cause, relative to a tensor's largest value."""
 RECURRENT_BOUND = 1e-4
-"""The same for a model with recurrences, which sum over all tokens of a sequence. With its chunks elsewhere, behind
-padding, a tiny stock model is off by 1e-5 to 4e-4 from itself."""
+"""The error that rounding may cause in a model with recurrences, which sum over all tokens of a sequence. Behind
+padding, where its chunks begin elsewhere, a tiny stock model is off by 1e-5 to 4e-4 from itself."""
 FACTOR = 1.5
 """The bound as a multiple of the stock model's own error: another order of the same operations rounds differently."""
 CONTROL = 3.0

@@ -380,6 +380,11 @@ class Family:
         return "fast" if self.fast.keys() >= set(self.attention) else "varlen"
 
     @property
+    def packs_mixers(self) -> bool:
+        """True if it has mixers, all of them recurrences or convolutions, which run on packed tokens."""
+        return bool(self.mixers) and all(spec.scan is not None for spec in self.mixers.values())
+
+    @property
     def uses_blocks(self) -> bool:
         """True if some attention modules use the blocks of a batch."""
         return any(getattr(spec, "two_way", None) is not None for spec in (self, *self.fast.values()))

@@ -14,6 +14,7 @@ from fastpack.memory.settings import MODES, TrainingSettings
 from fastpack.memory.sizes import ModelSizes
 from fastpack.memory.terms import Moment
 from fastpack.offload import activations, checkpoints, saved
+from fastpack.ops.linear.gated_mlp import bytes_per_token
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80)
@@ -126,7 +127,7 @@ def _most(nbytes: Callable[[int], float], budget: float, edges: list[int]) -> in
 def _edges(sizes: ModelSizes, settings: TrainingSettings, length: int | None) -> list[int]:
     """Return the last numbers of tokens before something else is computed."""
     b = settings.itemsize
-    tiles = 2 * decoder.TILE_BYTES // (4 * sizes.intermediate * b)
+    tiles = 2 * decoder.TILE_BYTES // bytes_per_token(sizes.intermediate, settings.dtype)
     offload = ceil(checkpoints.MIN_BYTES / (sizes.hidden * b)) - 1
     attention = ceil(step.LONG * (sizes.queries * b + 4 * sizes.heads) / (2 * sizes.queries)) - 1
     return [edge for edge in (tiles, offload, *([] if length else [attention])) if edge > 0]

@@ -75,18 +75,18 @@ class Step:
 
     @property
     def full(self) -> bool:
-        """Whether every weight trains."""
+        """True if every weight trains."""
         return self.settings.mode == "full"
 
     @property
     def offloads(self) -> bool:
-        """Whether layer inputs are large enough to wait on the host."""
+        """True if layer inputs are large enough to wait on the host."""
         nbytes = self.tokens * self.sizes.hidden * self.settings.itemsize
         return self.settings.offload is not None and nbytes >= checkpoints.MIN_BYTES
 
     @property
     def offloads_attention(self) -> bool:
-        """Whether attention's results wait there too: a token costs 2 Q operations for each of the tokens it sees."""
+        """True if attention's results wait there too: a token costs 2 Q operations for each of the tokens it sees."""
         s, b = self.sizes, self.settings.itemsize
         operations = 2 * s.queries * self.longest
         return self.offloads and operations >= LONG * (s.queries * b + 4 * s.heads)

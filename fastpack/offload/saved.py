@@ -47,7 +47,7 @@ class SavedStorage:
         """Start the copy to the host; return False if the host has no memory for it."""
         source = self._on_device()
         assert source is not None
-        if not self._channel.pool.has_room([source.nbytes]):
+        if not self._channel.pool.has_room([self._nbytes]):
             return False
         self._blocks = self._channel.pool.take(self._nbytes)
         self._sent = self._channel.link.send(source, self._blocks, self._ready)

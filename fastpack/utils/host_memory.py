@@ -16,7 +16,7 @@ MOUNTS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Where control groups of version 2 and 1 are, and the names of the files with a group's limit and use."""
+"""The folders of control groups of version 2 and 1, and the names of the files with a group's limit and use."""
 LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 """The variable with which launchers tell a process how many of its kind share the machine."""
 

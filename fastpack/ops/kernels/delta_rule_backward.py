@@ -25,6 +25,7 @@ from fastpack.ops.chunks import Chunks
 from fastpack.ops.kernels import delta_rule_channels_backward as channels
 from fastpack.ops.kernels.delta_rule import OUTPUTS, SOLVE, STATES, run_states, write_w
 from fastpack.ops.kernels.delta_rule_parts import (
+    AGAIN,
     DeltaTile,
     Saved,
     Walk,
@@ -40,11 +41,11 @@ from fastpack.ops.kernels.delta_rule_parts import (
     store_rows,
     strides,
     write_u,
+    write_value_gradients,
 )
 from fastpack.ops.kernels.delta_rule_units import gradient_of_keys
 from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
-AGAIN = DeltaTile(block_v=64, warps=4, stages=2, streamed=(0, 2, 0), resident=(2, 0, 0, 2))
 STATE_GRADIENTS = DeltaTile(block_v=32, warps=4, stages=2, streamed=(3, 2, 0), resident=(0, 0, 1, 0))
 SYSTEM_GRADIENTS = DeltaTile(block_v=32, warps=4, stages=2, streamed=(0, 3, 1), resident=(2, 0, 0, 2))
 OUTPUT_GRADIENTS = DeltaTile(block_v=32, warps=4, stages=2, streamed=(0, 2, 2), resident=(2, 0, 0, 1))
@@ -145,21 +146,10 @@ def _system_gradients_kernel(
     real = token < length
     beta = tl.load(per_token(BETA, begin, head, HEADS, C), mask=real, other=0.0).to(tl.float32)
     inverse = tl.trans(tl.load(square_of(INVERSE, chunk, head, HEADS, C)))
-    dw = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    dA = tl.zeros((C, C), dtype=tl.float32)
-    dbeta = tl.zeros((C,), dtype=tl.float32)
-    VALUES += head.to(tl.int64) * v_head
-    for first in range(0, V, BLOCK_V):
-        at, inside = state_of(STATES, chunk, head, first, HEADS, K, V, BLOCK_K, BLOCK_V)
-        state = tl.load(at, mask=inside, other=0.0)
-        dnew = load_rows(DNEW + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
-        u = load_rows(U + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
-        v = load_rows(VALUES, begin, length, v_token, first, C, V, BLOCK_V)
-        dw -= product(dnew, tl.trans(state), PRECISION)
-        drates = product(inverse, dnew, PRECISION)
-        dA -= product(drates, tl.trans(u), PRECISION)
-        dbeta += tl.sum(drates * v.to(tl.float32), 1)
-        store_rows(DV + head * V, drates * beta[:, None], begin, length, HEADS * V, first, C, V, BLOCK_V)
+    dw, dA, dbeta = write_value_gradients(
+        VALUES, U, STATES, DNEW, DV, inverse, beta, chunk, begin, length, head, v_token, v_head,
+        HEADS, K, V, BLOCK_K, BLOCK_V, C, PRECISION,
+    )  # fmt: skip
 
     sums = tl.load(per_token(SUMS, begin, head, HEADS, C), mask=real, other=0.0)
     grown = tl.exp(sums)

@@ -20,6 +20,7 @@ from fastpack.ops.kernels.delta_rule_channels import (
     write_decayed,
 )
 from fastpack.ops.kernels.delta_rule_parts import (
+    AGAIN,
     DeltaTile,
     Saved,
     Walk,
@@ -33,10 +34,10 @@ from fastpack.ops.kernels.delta_rule_parts import (
     store_rows,
     strides,
     write_u,
+    write_value_gradients,
 )
 from fastpack.ops.kernels.launch import early, wait_for_inputs
 
-AGAIN = DeltaTile(block_v=64, warps=4, stages=2, streamed=(0, 2, 0), resident=(2, 0, 0, 2))
 SYSTEM_GRADIENTS = DeltaTile(block_v=32, warps=8, stages=2, streamed=(0, 3, 1), resident=(2, 0, 0, 2))
 OUTPUT_GRADIENTS = DeltaTile(block_v=64, warps=8, stages=2, streamed=(0, 2, 2), resident=(2, 0, 0, 1))
 PAIR_GRADIENTS = DeltaTile(block_v=16, warps=8, stages=1, streamed=(0, 1, 0), resident=(3, 0, 0, 4))
@@ -86,21 +87,10 @@ def _system_gradients_kernel(
     token = tl.arange(0, C)
     beta = tl.load(per_token(BETA, begin, head, HEADS, C), mask=token < length, other=0.0).to(tl.float32)
     inverse = tl.trans(tl.load(square_of(INVERSE, chunk, head, HEADS, C)))
-    dw = tl.zeros((C, BLOCK_K), dtype=tl.float32)
-    dA = tl.zeros((C, C), dtype=tl.float32)
-    dbeta = tl.zeros((C,), dtype=tl.float32)
-    VALUES += head.to(tl.int64) * v_head
-    for first in range(0, V, BLOCK_V):
-        at, inside = state_of(STATES, chunk, head, first, HEADS, K, V, BLOCK_K, BLOCK_V)
-        state = tl.load(at, mask=inside, other=0.0)
-        dnew = load_rows(DNEW + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
-        u = load_rows(U + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
-        v = load_rows(VALUES, begin, length, v_token, first, C, V, BLOCK_V)
-        dw -= product(dnew, tl.trans(state), PRECISION)
-        drates = product(inverse, dnew, PRECISION)
-        dA -= product(drates, tl.trans(u), PRECISION)
-        dbeta += tl.sum(drates * v.to(tl.float32), 1)
-        store_rows(DV + head * V, drates * beta[:, None], begin, length, HEADS * V, first, C, V, BLOCK_V)
+    dw, dA, dbeta = write_value_gradients(
+        VALUES, U, STATES, DNEW, DV, inverse, beta, chunk, begin, length, head, v_token, v_head,
+        HEADS, K, V, BLOCK_K, BLOCK_V, C, PRECISION,
+    )  # fmt: skip
 
     w = load_rows(W + head * K, begin, length, HEADS * K, 0, C, K, BLOCK_K)
     drates = product(inverse, dw.to(w.dtype), PRECISION)

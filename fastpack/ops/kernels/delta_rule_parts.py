@@ -66,6 +66,10 @@ class DeltaTile:
         return (len(chunks.cu_seqlens) - 1) * v.shape[1] * triton.cdiv(v.shape[2], options["BLOCK_V"]), options
 
 
+AGAIN = DeltaTile(block_v=64, warps=4, stages=2, streamed=(0, 2, 0), resident=(2, 0, 0, 2))
+"""The tile of the kernels that compute a chunk's W and U again in the backward."""
+
+
 @dataclass(frozen=True, eq=False)
 class Saved:
     """The tensors that the backward reads.
@@ -94,13 +98,13 @@ class Saved:
 
     @property
     def by_channel(self) -> bool:
-        """Whether the decay is one per channel."""
+        """True if the decay is one per channel."""
         return self.scores is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """What the state meets on its way through the chunks.
+    """The tensors that the state meets on its way through the chunks.
 
     Attributes:
         q: ``[T, heads, K]``; with a decay for each channel ``[T, H, K]``, decayed from the chunk's start.
@@ -204,6 +208,34 @@ def write_u(
         v = load_rows(VALUES, begin, length, v_token, first, C, V, BLOCK_V)
         u = product(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), PRECISION)
         store_rows(U + head * V, u, begin, length, HEADS * V, first, C, V, BLOCK_V)
+
+
+@triton.jit
+def write_value_gradients(
+    VALUES, U, STATES, DNEW, DV, inverse, beta, chunk, begin, length, head, v_token, v_head,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write DV ``[T, H, V]`` of a chunk, and return the gradient of w, and what u gives to those of A and beta.
+
+    ``inverse`` is transposed.
+    """
+    dw = tl.zeros((C, BLOCK_K), dtype=tl.float32)
+    dA = tl.zeros((C, C), dtype=tl.float32)
+    dbeta = tl.zeros((C,), dtype=tl.float32)
+    VALUES += head.to(tl.int64) * v_head
+    for first in range(0, V, BLOCK_V):
+        at, inside = state_of(STATES, chunk, head, first, HEADS, K, V, BLOCK_K, BLOCK_V)
+        state = tl.load(at, mask=inside, other=0.0)
+        dnew = load_rows(DNEW + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
+        u = load_rows(U + head * V, begin, length, HEADS * V, first, C, V, BLOCK_V)
+        v = load_rows(VALUES, begin, length, v_token, first, C, V, BLOCK_V)
+        dw -= product(dnew, tl.trans(state), PRECISION)
+        drates = product(inverse, dnew, PRECISION)
+        dA -= product(drates, tl.trans(u), PRECISION)
+        dbeta += tl.sum(drates * v.to(tl.float32), 1)
+        store_rows(DV + head * V, drates * beta[:, None], begin, length, HEADS * V, first, C, V, BLOCK_V)
+    return dw, dA, dbeta
 
 
 @triton.jit

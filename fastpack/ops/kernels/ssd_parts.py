@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 PRECISION = tl.constexpr("tf32x3")
-"""Of products in float32: three of TF32 have about its precision, and run on tensor cores. One alone errs by 1e-3."""
+"""The precision of products in float32: three of TF32, about as exact, on tensor cores. One alone errs by 1e-3."""
 
 
 @triton.jit
