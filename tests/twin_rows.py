@@ -31,7 +31,7 @@ class Wrong(NamedTuple):
 
 
 ATTENTION, NORM, MLP, LAYER, HEAD = "Attention", "RMSNorm", "MLP", "DecoderLayer", "ForCausalLM"
-EXPERTS = "Experts"
+EXPERTS, GATED_NORM = "Experts", "RMSNormGated"
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 8.0},
@@ -66,6 +66,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("llama", NORM, {"eps": "eps"}, "fails"),
     Wrong("llama", NORM, {"rounding": "after"}, "bfloat16"),
     Wrong("llama", NORM, {"unit_offset": True}, "float32"),
+    Wrong("qwen3_next", GATED_NORM, {"gate_first": True}, "float32"),
+    Wrong("qwen3_next", GATED_NORM, {"activation": "sigmoid"}, "float32"),
+    Wrong("qwen3_next", GATED_NORM, {"rounding": "after"}, "bfloat16"),
+    Wrong("qwen3_next", GATED_NORM, {"group": "group_size"}, "fails"),
     Wrong("llama", MLP, {"gate_up": ("up_proj", "gate_proj")}, "float32"),
     Wrong("llama", MLP, {"gate_up": ("gate_up_proj",)}, "fails"),
     Wrong("llama", MLP, {"down": "up_proj"}, "fails"),

@@ -39,7 +39,7 @@ class _UnreadableLengths(tuple[int, ...]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         """Raise HostLengthsError."""
-        raise HostLengthsError("its attention reads each batch's lengths on the host")
+        raise HostLengthsError("a kernel reads each batch's lengths on the host")
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = _refuse
 
@@ -53,16 +53,20 @@ class StaticSeqLens(PackedSeqLens):
         return False
 
     def memo(self, key: Any, build: Callable[[], Value]) -> Value:
-        """Return the mask placeholder's memo; raise for any other key.
+        """Return the memo of the mask placeholder or of chunks, which the device computes; raise for any other key.
 
         Any other value would be built from one batch and kept for the others.
 
         Raises:
-            HostLengthsError: the key is not the mask placeholder's.
+            HostLengthsError: the key is another one.
         """
-        if not (isinstance(key, tuple) and key[0] == "mask"):
-            raise HostLengthsError("its attention prepares each batch on the host")
+        if not (isinstance(key, tuple) and key[0] in ("mask", "chunks")):
+            raise HostLengthsError("a kernel prepares each batch on the host")
         return super().memo(key, build)
+
+    def _chunk_count(self, size: int) -> int:
+        """Return room for the chunks of every batch in the bucket; those that a batch lacks are empty."""
+        return self.total_tokens // size + len(self.cu_seqlens) - 1
 
 
 @dataclass(eq=False)

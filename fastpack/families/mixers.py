@@ -10,11 +10,14 @@ from dataclasses import replace
 
 from fastpack.families.shared_specs import (
     DEEPSEEK_V4_EXPERTS,
+    DELTA_NORM,
     FALCON_H1_ATTENTION,
     GEMMA_NORM,
     GLM5_EXPERTS,
     GRANITE_MOE_HEAD,
     GRANITE_MOE_MLP,
+    KDA_NORM,
+    LARA_NORM,
     LFM2_ATTENTION,
     LFM2_MLP,
     LLAMA_ATTENTION,
@@ -22,6 +25,7 @@ from fastpack.families.shared_specs import (
     LLAMA_MLP,
     LLAMA_NORM,
     LLAMA_PARTS,
+    MAMBA2_NORM,
     MINIMAX_M3_EXPERTS,
     MISTRAL_ATTENTION,
     MIXTRAL_EXPERTS,
@@ -34,6 +38,7 @@ from fastpack.families.shared_specs import (
     QWEN3_ATTENTION,
     QWEN3_NEXT,
     QWEN3_NEXT_MOE,
+    UNGROUPED_NORM,
     named,
 )
 from fastpack.families.spec import DeltaNetSpec, Family, MixerSpec
@@ -99,14 +104,15 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "BailingHybridModel",
         ("BailingHybridAttention",),
         mixers={"BailingHybridDeltaAttention": _KDA},
-        fast=named("BailingHybrid", **MIXTRAL_PARTS),
+        fast=named("BailingHybrid", **MIXTRAL_PARTS, RMSNormGated=KDA_NORM),
     ),
     Family(
         "bamba",
         "BambaModel",
         ("BambaAttention",),
         mixers={"BambaMixer": _SSD},
-        fast=named("Bamba", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LLAMA_MLP),
+        fast=named("Bamba", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, RMSNormGated=MAMBA2_NORM, MLP=LLAMA_MLP),
+        earlier=named("Bamba", RMSNormGated=UNGROUPED_NORM),
     ),
     Family(
         "falcon_h1",
@@ -129,7 +135,9 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "Glm5NextTextAttention": MixerSpec("real", carried="prev_topk_indices"),
             "Glm5NextTextLinearAttention": _KDA,
         },
-        fast=named("Glm5NextText", RMSNorm=LLAMA_NORM, Experts=GLM5_EXPERTS),  # its MLP clamps
+        fast=named(  # its MLP clamps
+            "Glm5NextText", RMSNorm=LLAMA_NORM, RMSNormGated=KDA_NORM, Experts=GLM5_EXPERTS
+        ),
         routers=("Glm5NextTextTopkRouter",),
     ),
     Family(
@@ -141,10 +149,12 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "GraniteMoeHybrid",
             Attention=LLAMA_ATTENTION,
             RMSNorm=LLAMA_NORM,
+            RMSNormGated=MAMBA2_NORM,
             MLP=GRANITE_MOE_MLP,
             Experts=MIXTRAL_EXPERTS,
             ForCausalLM=GRANITE_MOE_HEAD,
         ),
+        earlier=named("GraniteMoeHybrid", RMSNormGated=UNGROUPED_NORM),
     ),
     Family(
         "jamba",
@@ -158,7 +168,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "KimiLinearModel",
         ("KimiLinearAttention",),
         mixers={"KimiLinearDeltaAttention": _KDA},
-        fast=named("KimiLinear", **MIXTRAL_PARTS),
+        fast=named("KimiLinear", **MIXTRAL_PARTS, RMSNormGated=KDA_NORM),
     ),
     Family(
         "lara_mini",
@@ -169,6 +179,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "LaraMini",
             Attention=QWEN3_ATTENTION,
             RMSNorm=OLMO2_NORM,
+            RMSNormGated=LARA_NORM,
             MLP=LLAMA_MLP,
             Experts=MIXTRAL_EXPERTS,
             ForCausalLM=MIXTRAL_HEAD,
@@ -196,7 +207,13 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         fast=named("Lfm3", RMSNorm=LLAMA_NORM, MLP=LFM2_MLP, ForCausalLM=LLAMA_HEAD),
     ),
     Family("mamba", "MambaModel", mixers={"MambaMixer": _STOCK}, fast=named("Mamba", RMSNorm=LLAMA_NORM)),
-    Family("mamba2", "Mamba2Model", mixers={"Mamba2Mixer": _SSD}, fast=named("Mamba2", RMSNorm=LLAMA_NORM)),
+    Family(
+        "mamba2",
+        "Mamba2Model",
+        mixers={"Mamba2Mixer": _SSD},
+        fast={**named("Mamba2", RMSNorm=LLAMA_NORM), **named("Mamba", RMSNormGated=MAMBA2_NORM)},
+        earlier=named("Mamba", RMSNormGated=UNGROUPED_NORM),
+    ),
     Family(
         "minimax",
         "MiniMaxModel",
@@ -209,7 +226,13 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "NemotronHModel",
         ("NemotronHAttention",),
         mixers={"NemotronHMamba2Mixer": _SSD},
-        fast=named("NemotronH", Attention=LLAMA_ATTENTION, RMSNorm=OLMO2_NORM, Experts=NEMOTRON_EXPERTS),
+        fast=named(
+            "NemotronH",
+            Attention=LLAMA_ATTENTION,
+            RMSNorm=OLMO2_NORM,
+            RMSNormGated=MAMBA2_NORM,
+            Experts=NEMOTRON_EXPERTS,
+        ),
         earlier=named("NemotronH", RMSNorm=LLAMA_NORM),
     ),
     Family(
@@ -221,6 +244,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "OlmoHybrid",
             Attention=OLMO2_ATTENTION,
             RMSNorm=OLMO2_NORM,
+            RMSNormGated=DELTA_NORM,
             MLP=LLAMA_MLP,
             AttentionDecoderLayer=OLMO2_LAYER,
             ForCausalLM=LLAMA_HEAD,
@@ -271,7 +295,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "Zamba2Model",
         ("Zamba2Attention",),
         mixers={"Zamba2MambaMixer": _SSD},
-        fast=named("Zamba2", RMSNorm=LLAMA_NORM),
+        fast=named("Zamba2", RMSNorm=LLAMA_NORM, RMSNormGated=MAMBA2_NORM),
     ),
     # attention that picks its keys, or has a window or chunks only in its mask
     Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=named("AXK2", **MIXTRAL_PARTS)),

@@ -13,6 +13,7 @@ from fastpack.families.spec import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    GatedNormSpec,
     HeadSpec,
     LatentAttentionSpec,
     MlpSpec,
@@ -77,6 +78,11 @@ OLMO2_NORM = NormSpec(rounding="after")
 GEMMA_NORM = NormSpec(eps="eps", rounding="after", unit_offset=True)
 GEMMA4_NORM = NormSpec(eps="eps", rounding="after")
 COHERE_NORM = NormSpec(kind="layer")
+DELTA_NORM = GatedNormSpec()
+LARA_NORM = GatedNormSpec(rounding="after")
+KDA_NORM = GatedNormSpec(activation="sigmoid", rounding="after")
+MAMBA2_NORM = GatedNormSpec(gate_first=True, group="group_size")
+UNGROUPED_NORM = GatedNormSpec(gate_first=True)
 
 # --- gated MLPs -------------------------------------------------------------------------------------------------------
 
@@ -165,7 +171,13 @@ MIXTRAL_PARTS: dict[str, Spec] = {**LLAMA_PARTS, "Experts": MIXTRAL_EXPERTS}
 MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
 """For families of experts without an MLP."""
 GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)
-QWEN3_NEXT = like(LLAMA, Attention=QWEN3_NEXT_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=QWEN3_NEXT_LAYER)
+QWEN3_NEXT = like(
+    LLAMA,
+    Attention=QWEN3_NEXT_ATTENTION,
+    RMSNorm=GEMMA_NORM,
+    RMSNormGated=DELTA_NORM,
+    DecoderLayer=QWEN3_NEXT_LAYER,
+)
 QWEN3_NEXT_MOE = like(QWEN3_NEXT, Experts=MIXTRAL_EXPERTS, ForCausalLM=MIXTRAL_HEAD)
 COHERE = like(
     LLAMA,

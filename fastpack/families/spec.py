@@ -125,6 +125,23 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class GatedNormSpec:
+    """Root-mean-square normalisation with a gate; see :mod:`fastpack.ops.gated_norm`.
+
+    Attributes:
+        gate_first: whether the gate comes before the normalisation.
+        activation: the gate's activation.
+        rounding: whether x is rounded to its dtype before the weight is applied, or only after everything.
+        group: the name of the attribute that holds the width of a group, or None for one group.
+    """
+
+    gate_first: bool = False
+    activation: Literal["silu", "sigmoid"] = "silu"
+    rounding: Rounding = "before"
+    group: str | None = None
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """A gated MLP: ``down(activation(gate(x)) * up(x))``.
 
@@ -271,7 +288,7 @@ class MixerSpec:
 Tier = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
 TIERS: tuple[Tier, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
 """All tiers, from the highest to the lowest."""
-Spec = AnyAttentionSpec | NormSpec | MlpSpec | ExpertsSpec | DecoderSpec | HeadSpec
+Spec = AnyAttentionSpec | NormSpec | GatedNormSpec | MlpSpec | ExpertsSpec | DecoderSpec | HeadSpec
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _added(
 ) -> Tensor:
     """Return x plus a branch's output, after the norm, dropout and scale that the family puts after the branch."""
     if norm is not None:
-        out = getattr(layer, norm)(out[None])[0]
+        out = getattr(layer, norm)(out.unsqueeze(0)).squeeze(0)
     if dropout:
         out = dropout(out)
     return x + (out if spec.residual_scale is None else out * getattr(layer, spec.residual_scale))

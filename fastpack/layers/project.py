@@ -122,5 +122,5 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> li
 
 def _call(module: nn.Module, n: Tensor) -> Tensor:
     """Call a module on one row ``[1, T, H]``, the shape that its hooks see on every tier."""
-    result: Tensor = module(n[None])
-    return result[0]
+    result: Tensor = module(n.unsqueeze(0))
+    return result.squeeze(0)

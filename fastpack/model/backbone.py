@@ -8,6 +8,7 @@ Shape suffixes: B rows and S columns of the original batch; T real tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -34,6 +35,7 @@ from fastpack.model.model_runtime import ModelRuntime
 from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
 from fastpack.model.per_token import PER_TOKEN, kept_arguments
 from fastpack.model.position_axes import position_axes, rotary_positions
+from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
@@ -114,23 +116,27 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         return_dict=True,
     )
     forward_context = None if offload is None else offload.forward_context
+    stock = patched.stock if context is None else functools.partial(_run_in_context, patched, context)
     if graphs is not None:
-        outputs = graphs.run(backbone, patched.stock, arguments, forward_context)
+        outputs = graphs.run(backbone, stock, arguments, forward_context)
     else:
-        if context is not None:
-            arguments = accepted(type(backbone).forward, arguments)
-        with (
-            nullcontext() if forward_context is None else forward_context(backbone, packed.cu_seqlens.device),
-            nullcontext() if context is None else context.around(backbone, run),
-        ):
-            if family.repadded:
-                outputs = repadded_forward(backbone, family, patched.stock, arguments, packed)
-            else:
-                outputs = patched.stock(**arguments)
+        with nullcontext() if forward_context is None else forward_context(backbone, packed.cu_seqlens.device):
+            outputs = stock(**arguments)
     if shared is not None:
         outputs = copy_to_all_tokens(outputs, shared)
     outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
+
+
+def _run_in_context(patched: Replacement[Family, ModelRuntime], context: PackingContext, /, **arguments: Any) -> Any:
+    """Run the stock forward, whose modules find the packing in the context."""
+    backbone, family = patched.owner, patched.spec
+    packed: PackedSeqLens = arguments["packed_seq_lens"]
+    arguments = accepted(type(backbone).forward, arguments)
+    with context.around(backbone, packed):
+        if family.repadded:
+            return repadded_forward(backbone, family, patched.stock, arguments, packed)
+        return patched.stock(**arguments)
 
 
 def _from_outside(runtime: ModelRuntime, source: Tensor | None, name: str) -> PackedSeqLens | None:

@@ -177,11 +177,11 @@ class PackedSeqLens:
 
     def chunks(self, size: int) -> Chunks:
         """Return the sequences cut into chunks of ``size`` tokens, for recurrences; computed once for this batch."""
+        return self.memo(("chunks", size), lambda: Chunks.of(self.cu_seqlens, size, self._chunk_count(size)))
 
-        def build() -> Chunks:
-            return Chunks.of(self.cu_seqlens, size, sum(-(-length // size) for length in self.lengths))
-
-        return self.memo(("chunks", size), build)
+    def _chunk_count(self, size: int) -> int:
+        """Return the number of chunks of ``size`` tokens."""
+        return sum(-(-length // size) for length in self.lengths)
 
     @cached_property
     def whole(self) -> PackedSeqLens:

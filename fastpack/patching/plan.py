@@ -18,6 +18,7 @@ from fastpack.families.spec import (
     DecoderSpec,
     ExpertsSpec,
     Family,
+    GatedNormSpec,
     MixerSpec,
     MlpSpec,
     NormSpec,
@@ -28,10 +29,10 @@ from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.experts import experts_forward, innermost
 from fastpack.layers.liger import spec_of
-from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
+from fastpack.layers.mixers.forward import mixer_forward, mixer_tier, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.mxfp4_experts import mxfp4_forward
-from fastpack.layers.norm import norm_forward
+from fastpack.layers.norm import gated_norm_forward, norm_forward
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import LayerOrder, MixingSpec, mask_maker, narrowest_window, refuse_misplaced
@@ -76,6 +77,7 @@ KINDS: dict[Callable[..., Any], str] = {
     attention_forward: "attention",
     decoder_forward: "layer",
     norm_forward: "norm",
+    gated_norm_forward: "gated norm",
     mlp_forward: "mlp",
     experts_forward: "experts",
     mxfp4_forward: "experts",
@@ -88,6 +90,7 @@ FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (AnyAttentionSpec, attention_forward),
     (DecoderSpec, decoder_forward),
     (NormSpec, norm_forward),
+    (GatedNormSpec, gated_norm_forward),
     (MlpSpec, mlp_forward),
 )
 """The fast forward of each kind of spec."""
@@ -208,7 +211,7 @@ def _make_runtime(
     # an unknown forward of a layer may drop the packing keyword, and the mask with it
     context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
     graphs = offload = None
-    if options.graphs == "auto" and context is None:
+    if options.graphs == "auto" and (context is None or _packs_mixers(recognised, mixing_specs)):
         from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy
 
         graphs = GraphRunner()
@@ -227,6 +230,21 @@ def _make_runtime(
         offload=offload,
         sharing=PrefixSharing(never=not_shared) if options.share_prefixes == "auto" else None,
         composite=composite,
+    )
+
+
+def _packs_mixers(recognised: Recognised, mixing_specs: Mapping[int, MixingSpec]) -> bool:
+    """Return whether recurrences and convolutions, all on packed tokens, are all that reads the packing context."""
+    mixers = [
+        (module, spec)
+        for module in recognised.backbone.modules()
+        if isinstance(spec := mixing_specs.get(id(module)), MixerSpec)
+    ]
+    family = recognised.family
+    return (
+        family.packs_mixers
+        and not (family.drops_packing or family.repadded or recognised.replaced_layers)
+        and all(mixer_tier(module, spec) == "varlen" for module, spec in mixers)
     )
 
 
@@ -292,7 +310,7 @@ def _replaced_parts(recognised: Recognised) -> Skipped:
             "other code had already replaced its forward: left alone",
         )
         for module in recognised.backbone.modules()
-        if isinstance(spec := _mixing_spec(module, recognised), (NormSpec, MlpSpec, ExpertsSpec))
+        if isinstance(spec := _mixing_spec(module, recognised), (NormSpec, GatedNormSpec, MlpSpec, ExpertsSpec))
         and is_replaced(module, spec, recognised)
     )
 

@@ -34,7 +34,17 @@ from fastpack.exactness.oracle import Oracle, with_eager_experts
 from fastpack.exactness.rule import CONTROL, FULL_BOUND, Result, bound_of, compare, relative
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
 from fastpack.exactness.verification import Verification
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, ExpertsSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
+from fastpack.families.spec import (
+    AnyAttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    Family,
+    GatedNormSpec,
+    HeadSpec,
+    MlpSpec,
+    NormSpec,
+    Spec,
+)
 from fastpack.layers.experts import read_experts
 from fastpack.layers.rope_tables import unknown_tables
 from fastpack.layers.window_checks import FULL
@@ -64,7 +74,7 @@ FOREIGN = (
     ValueError,
 )
 """The errors that unproved code may raise when it is built or run, or when fastpack reads it by a wrong spec."""
-_ORDER = (NormSpec, MlpSpec, ExpertsSpec, *AnyAttentionSpec.__args__, DecoderSpec)
+_ORDER = (NormSpec, GatedNormSpec, MlpSpec, ExpertsSpec, *AnyAttentionSpec.__args__, DecoderSpec)
 """The order in which kinds of specs are tried: attention may hold norms, and a layer runs all of the others."""
 _NO_SETTINGS = ("layer_idx", "training")
 

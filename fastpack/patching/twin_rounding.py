@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from fastpack.exactness.rule import bound_of, is_half, middle
-from fastpack.families.spec import MlpSpec, NormSpec
+from fastpack.families.spec import GatedNormSpec, MlpSpec, NormSpec
 from fastpack.utils.replacement import Replacement
 
 FLIPS = 0.01
@@ -44,7 +44,7 @@ class RoundingComparison:
         stock, value = _first(output), _first(ours(*copied[0], **copied[1]))
         if value.dtype != stock.dtype:
             self.problems.append(f"gives {value.dtype} in bfloat16, not {stock.dtype}")
-        elif not isinstance(ours.spec, (NormSpec, MlpSpec)):
+        elif not isinstance(ours.spec, (NormSpec, GatedNormSpec, MlpSpec)):
             self.paused = True  # its hooks are called in float32, too
             wide = _in_float32(module, args, kwargs)
             self.paused = False

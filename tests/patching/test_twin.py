@@ -33,7 +33,17 @@ from fastpack.exactness.twins import apart, build_twin, distinct_sequences
 from fastpack.families import lock
 from fastpack.families.registry import FAMILIES
 from fastpack.families.shared_specs import LLAMA_MLP
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, ExpertsSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
+from fastpack.families.spec import (
+    AnyAttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    Family,
+    GatedNormSpec,
+    HeadSpec,
+    MlpSpec,
+    NormSpec,
+    Spec,
+)
 from fastpack.model.unwrap import find_parts
 from fastpack.patching import experts as plan_of_experts
 from fastpack.patching import plan
@@ -173,7 +183,7 @@ def test_every_field_of_every_spec_is_tried() -> None:
         specs = FAMILIES[wrong.family].fast
         spec = next((spec for name, spec in specs.items() if wrong.cls and name.endswith(wrong.cls)), None)
         tried.setdefault(type(spec), set()).update(wrong.changed)
-    kinds = (*typing.get_args(AnyAttentionSpec), NormSpec, MlpSpec, ExpertsSpec, DecoderSpec, HeadSpec)
+    kinds = (*typing.get_args(AnyAttentionSpec), NormSpec, GatedNormSpec, MlpSpec, ExpertsSpec, DecoderSpec, HeadSpec)
     assert {kind: {each.name for each in fields(kind)} - tried.get(kind, set()) for kind in kinds} == {
         kind: set() for kind in kinds
     }

@@ -56,7 +56,7 @@ def delta_net(
         *parts, z, b, a = (x.squeeze(0) for x in getattr(module, spec.split)(*(x[None] for x in outputs)))
         qkv = torch.cat([x.flatten(1) for x in parts], -1)
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    qkv = packed_conv(packed, qkv.t()[None], weight, bias, module.activation)[0].t()
+    qkv = packed_conv(packed, qkv.t().unsqueeze(0), weight, bias, module.activation).squeeze(0).t()
     q, k, v = qkv.split([module.key_dim, module.key_dim, module.value_dim], -1)
     keys, values = ((1, len(qkv), -1, size) for size in (module.head_k_dim, module.head_v_dim))
     g = -module.A_log.float().exp() * F.softplus(a.float() + module.dt_bias)

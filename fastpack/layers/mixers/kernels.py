@@ -29,7 +29,6 @@ from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.ops.delta_rule import delta_chunk
-from fastpack.ops.implementation import Implementation
 from fastpack.ops.short_conv import short_conv
 from fastpack.ops.ssd import CHUNK
 from fastpack.packing.seqlens import PackedSeqLens
@@ -121,7 +120,6 @@ def _run_delta(
 
 
 def _run_own_delta(
-    implementation: Implementation,
     function: Function,
     packed: PackedSeqLens,
     q: Tensor,
@@ -133,7 +131,8 @@ def _run_own_delta(
 ) -> Tensor:
     inputs = (x.squeeze(0) for x in (q, k.to(q.dtype), v.to(q.dtype), g, beta))
     chunks = _on(packed, v.device).chunks(delta_chunk(v.device, q.dtype))
-    return function(*inputs, chunks, normalised=normalised, implementation=implementation).unsqueeze(0)
+    out: Tensor = function(*inputs, chunks, normalised=normalised)
+    return out.unsqueeze(0)
 
 
 def _run_linear_attention(
@@ -202,8 +201,9 @@ def _run_conv(
     function: Function, packed: PackedSeqLens, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     activation = None if activation is None else "silu"
-    out: Tensor = function(x[0].t(), weight, bias, _on(packed, x.device).cu_seqlens, activation=activation)
-    return out.t()[None]
+    # squeezed, not indexed: autograd would copy the gradient of x[0] into zeros
+    out: Tensor = function(x.squeeze(0).t(), weight, bias, _on(packed, x.device).cu_seqlens, activation=activation)
+    return out.t().unsqueeze(0)
 
 
 def _run_ssd(
@@ -217,8 +217,9 @@ def _run_ssd(
     D: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    out: Tensor = function(x[0], dt[0], A, B[0].to(x.dtype), C[0].to(x.dtype), _on(packed, x.device).chunks(CHUNK))
-    return _with_skip(out[None], x, D)
+    x_T, dt, B, C = (y.squeeze(0) for y in (x, dt, B.to(x.dtype), C.to(x.dtype)))
+    out: Tensor = function(x_T, dt, A, B, C, _on(packed, x.device).chunks(CHUNK))
+    return _with_skip(out.unsqueeze(0), x, D)
 
 
 def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) -> dict[str, Tensor]:
@@ -272,12 +273,11 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "gated_delta": (
         Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_run_delta, False), _hopper_rejects),
         Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, True)),
-        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", partial(_run_own_delta, "auto")),
+        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta),
     ),
     "kda": (
         Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)),
-        # by its definition: its Triton kernels have not run on a GPU yet
-        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", partial(_run_own_delta, "torch")),
+        Kernel(_OWN, "fastpack.ops.delta_rule", "gated_delta_rule", _run_own_delta),
     ),
     "ssd": (
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from adapter_cases import with_lora
 from op_checks import count_calls
 from oracle import compare, make_sequences, run_alone, run_batch
-from torch import Tensor
 
 import fastpack
 from fastpack.exactness.tiny import build_tiny, model_types
@@ -149,18 +147,3 @@ def test_a_layer_fuses_its_norms(model_type: str, monkeypatch: pytest.MonkeyPatc
     normed = {each.weight.data_ptr() for call in groups for each in call if isinstance(each, Norm)}
     added = {group[0].weight.data_ptr() for _, group, _, residual, *_ in groups if residual is not None}
     assert weights <= normed | added
-
-
-def test_kimis_rule_runs_by_its_definition() -> None:
-    """Its kernels have not run on a GPU yet."""
-    kernel = mixer_kernels.KERNELS["kda"][-1]
-    q, g, beta = torch.randn(1, 5, 2, 4), torch.zeros(1, 5, 2, 4), torch.zeros(1, 5, 2)
-    asked: list[str] = []
-
-    def rule(*inputs: Any, normalised: bool, implementation: str) -> Tensor:
-        asked.append(implementation)
-        return inputs[0]
-
-    kernel.run(rule, PackedSeqLens.from_lengths([5]), q, q, q, g, beta, True)
-    mixer_kernels.KERNELS["gated_delta"][-1].run(rule, PackedSeqLens.from_lengths([5]), q, q, q, beta, beta, True)
-    assert asked == ["torch", "auto"]

@@ -264,13 +264,13 @@ def test_layers_at_real_sizes(model_type: str, on_rows: bool, monkeypatch: pytes
     torch.cuda.empty_cache()
 
     calls: list[int] = []
-    forward = packed_mixer.packed_forward
 
-    def counted(module: nn.Module, spec: Any, packed: PackedSeqLens, /, *args: Any, **kwargs: Any) -> Any:
+    def counted(op: Op, packed: PackedSeqLens, *args: Any) -> Tensor:
         calls.append(packed.total_tokens)
-        return forward(module, spec, packed, *args, **kwargs)
+        return packed_recurrence(op, packed, *args)
 
-    monkeypatch.setattr(packed_mixer, "packed_forward", counted)
+    for module in (packed_mixer, importlib.import_module("fastpack.layers.mixers.delta_net")):
+        monkeypatch.setattr(module, "packed_recurrence", counted)
     model = fastpack.patch(build(model_type, torch.bfloat16))
     print(fastpack.report(model))
     assert fastpack.report(model).swapped["re-padded mixer" if on_rows else "packed mixer"] == LAYERS - 1
