@@ -138,6 +138,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("granite", HEAD, {"divisor": None, "scale": "config.logits_scaling"}, "float32"),
     Wrong("granitemoe", HEAD, {"balanced": False}, "float32"),
     # DeepSeek-V3: latents
+    Wrong("deepseek_v3", ATTENTION, {"rotates": False}, "float32"),
     Wrong("deepseek_v3", ATTENTION, {"out": "kv_b_proj"}, "fails"),
     Wrong("deepseek_v3", ATTENTION, {"dropout": None}, "dropout"),
     Wrong("deepseek_v3", ATTENTION, {"out_dropout": "attention_dropout"}, "dropout"),

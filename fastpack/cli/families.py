@@ -32,7 +32,6 @@ from fastpack.families.lock import (
 from fastpack.families.lock import proved as locked
 from fastpack.families.registry import FAMILIES, family_named
 from fastpack.families.source import UNREADABLE
-from fastpack.families.spec import Family
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.match import settle
 from fastpack.patching.recognise import recognise
@@ -96,15 +95,10 @@ def family_rows() -> list[dict[str, str]]:
     of_images = {name: family_named(name) for name in image_text_types() if name not in NOT_BUILT}
     families = {name: family for name, family in {**of_images, **FAMILIES}.items() if family is not None}
     rows = [
-        {"model_type": name, "tier": _tier(family), "backbone": family.backbone} for name, family in families.items()
+        {"model_type": name, "tier": str(family.tier), "backbone": family.backbone} for name, family in families.items()
     ]
     order = list(WORDS)
     return sorted(rows, key=lambda row: (order.index(row["tier"]), row["model_type"]))
-
-
-def _tier(family: Family) -> str:
-    """Return the tier that a family's models get if their mixers run on packed tokens where they can."""
-    return "varlen" if family.packs_mixers else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:

@@ -8,6 +8,7 @@ that count positions.
 
 from dataclasses import replace
 
+from fastpack.families.mixer_spec import DeltaNetSpec, GatedConvSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec
 from fastpack.families.shared_specs import (
     DEEPSEEK_V4_EXPERTS,
     DELTA_NORM,
@@ -17,9 +18,11 @@ from fastpack.families.shared_specs import (
     GRANITE_MOE_HEAD,
     GRANITE_MOE_MLP,
     KDA_NORM,
+    KIMI_ATTENTION,
+    KIMI_LAYER,
     LARA_NORM,
-    LFM2_ATTENTION,
     LFM2_MLP,
+    LFM2_PARTS,
     LLAMA_ATTENTION,
     LLAMA_HEAD,
     LLAMA_MLP,
@@ -37,11 +40,12 @@ from fastpack.families.shared_specs import (
     OLMO2_NORM,
     QWEN3_ATTENTION,
     QWEN3_NEXT,
+    QWEN3_NEXT_LAYER,
     QWEN3_NEXT_MOE,
     UNGROUPED_NORM,
     named,
 )
-from fastpack.families.spec import DeltaNetSpec, Family, MixerSpec
+from fastpack.families.spec import Family
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
@@ -50,14 +54,25 @@ _POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
 """For an embedding that counts positions itself, from the padding id on."""
 
 # mixers that kernels run on packed tokens
-_CONV = MixerSpec(scan="conv")
-_SSD = MixerSpec(scan="ssd")
+_CONV = MixerSpec(scan="conv", net=GatedConvSpec())
+_SSD = MixerSpec(scan="ssd", net=Mamba2Spec())
+_FALCON_H1 = replace(_SSD, net=Mamba2Spec(scale="ssm_in_multiplier", scales="mup_vector", norm_if="mamba_rms_norm"))
 _DELTA = MixerSpec(scan="gated_delta")
 _QWEN3_5 = replace(_DELTA, net=DeltaNetSpec())
 _QWEN3_NEXT = replace(
     _DELTA, net=DeltaNetSpec(inner=("in_proj_qkvz", "in_proj_ba"), split="fix_query_key_value_ordering")
 )
+_OLMO_HYBRID = replace(
+    _DELTA,
+    net=DeltaNetSpec(
+        inner=("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
+        norm="o_norm",
+        out="o_proj",
+        doubled_if="allow_neg_eigval",
+    ),
+)
 _KDA = MixerSpec(scan="kda")
+_KIMI = replace(_KDA, net=KimiDeltaSpec())
 
 
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
@@ -118,7 +133,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "falcon_h1",
         "FalconH1Model",
         ("FalconH1Attention",),
-        mixers={"FalconH1Mixer": _SSD},
+        mixers={"FalconH1Mixer": _FALCON_H1},
         fast=named("FalconH1", Attention=FALCON_H1_ATTENTION, RMSNorm=LLAMA_NORM),
     ),
     Family(
@@ -167,8 +182,14 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "kimi_linear",
         "KimiLinearModel",
         ("KimiLinearAttention",),
-        mixers={"KimiLinearDeltaAttention": _KDA},
-        fast=named("KimiLinear", **MIXTRAL_PARTS, RMSNormGated=KDA_NORM),
+        mixers={"KimiLinearDeltaAttention": _KIMI},
+        fast=named(
+            "KimiLinear",
+            **MIXTRAL_PARTS,
+            Attention=KIMI_ATTENTION,
+            RMSNormGated=KDA_NORM,
+            DecoderLayer=KIMI_LAYER,
+        ),
     ),
     Family(
         "lara_mini",
@@ -190,14 +211,14 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "Lfm2Model",
         ("Lfm2Attention",),
         mixers={"Lfm2ShortConv": _CONV},
-        fast=named("Lfm2", Attention=LFM2_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LFM2_MLP, ForCausalLM=LLAMA_HEAD),
+        fast=named("Lfm2", **LFM2_PARTS, ForCausalLM=LLAMA_HEAD),
     ),
     Family(
         "lfm2_moe",
         "Lfm2MoeModel",
         ("Lfm2MoeAttention",),
         mixers={"Lfm2MoeShortConv": _CONV},
-        fast=named("Lfm2Moe", Attention=LFM2_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LFM2_MLP, Experts=MIXTRAL_EXPERTS),
+        fast=named("Lfm2Moe", **LFM2_PARTS, Experts=MIXTRAL_EXPERTS),
     ),
     Family(
         "lfm3",
@@ -239,7 +260,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "olmo_hybrid",
         "OlmoHybridModel",
         ("OlmoHybridAttention",),
-        mixers={"OlmoHybridGatedDeltaNet": _DELTA},
+        mixers={"OlmoHybridGatedDeltaNet": _OLMO_HYBRID},
         fast=named(
             "OlmoHybrid",
             Attention=OLMO2_ATTENTION,
@@ -247,6 +268,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             RMSNormGated=DELTA_NORM,
             MLP=LLAMA_MLP,
             AttentionDecoderLayer=OLMO2_LAYER,
+            LinearAttentionDecoderLayer=QWEN3_NEXT_LAYER,
             ForCausalLM=LLAMA_HEAD,
         ),
     ),

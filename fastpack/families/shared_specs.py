@@ -68,6 +68,7 @@ ERNIE4_5_VL_ATTENTION = replace(GLM4V_ATTENTION, rope_in_float32=True)
 # latents, shared keys
 DEEPSEEK_V3_ATTENTION = LatentAttentionSpec()
 MISTRAL4_ATTENTION = LatentAttentionSpec(scales_by_position=True)
+KIMI_ATTENTION = LatentAttentionSpec(rotates=False)
 GEMMA4_ATTENTION = SharedAttentionSpec(two_way="in_window", two_way_if="sliding_window")
 GEMMA4_UNIFIED_ATTENTION = SharedAttentionSpec(two_way="whole")
 
@@ -116,6 +117,8 @@ NEMOTRON_EXPERTS = ExpertsSpec(inner="up_proj", columns="plain")
 
 LLAMA_LAYER = DecoderSpec()
 QWEN3_NEXT_LAYER = DecoderSpec(mixer="linear_attn")
+KIMI_LAYER = DecoderSpec(mixer="self_attn")
+LFM2_LAYER = DecoderSpec(pre_attention="operator_norm", pre_mlp="ffn_norm", mlp="feed_forward", mixer="conv")
 OLMO2_LAYER = DecoderSpec(
     pre_attention=None,
     post_attention="post_attention_layernorm",
@@ -168,6 +171,13 @@ LLAMA_PARTS: dict[str, Spec] = {"RMSNorm": LLAMA_NORM, "MLP": LLAMA_MLP}
 """For families with attention and decoder layers of their own."""
 MIXTRAL_PARTS: dict[str, Spec] = {**LLAMA_PARTS, "Experts": MIXTRAL_EXPERTS}
 """For such families that have experts."""
+LFM2_PARTS: dict[str, Spec] = {
+    "Attention": LFM2_ATTENTION,
+    "RMSNorm": LLAMA_NORM,
+    "MLP": LFM2_MLP,
+    "DecoderLayer": LFM2_LAYER,
+}
+"""For families with short convolutions between attention layers."""
 MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
 """For families of experts without an MLP."""
 GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)

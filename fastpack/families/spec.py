@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.ops.expert_operands import Columns
 from fastpack.ops.kinds import Rounding
 from fastpack.ops.rope import Layout
@@ -76,9 +77,11 @@ class LatentAttentionSpec:
     rotates adjacent elements.
 
     Attributes:
+        rotates: whether parts of queries and keys are rotated; else no layer has positions (Kimi Linear).
         out, scales_by_position, dropout, out_dropout: as in :class:`AttentionSpec`.
     """
 
+    rotates: bool = True
     out: str = "o_proj"
     scales_by_position: bool = False
     dropout: str | None = "attention_dropout"
@@ -228,63 +231,6 @@ class HeadSpec:
     balanced: bool = False
 
 
-@dataclass(frozen=True)
-class DeltaNetSpec:
-    """A gated delta net: a convolution over queries, keys and values, the gated delta rule, a gated norm.
-
-    Attributes:
-        inner: the names of the projections: to queries, keys and values side by side; to the norm's gate; to the rate;
-            to the decay. Or, with ``split``, of projections to these in another order.
-        split: the name of the method that takes the outputs of ``inner`` ``[1, T, ...]`` and returns queries, keys,
-            values, gate, rate and decay; None if they need no split.
-        out: the name of the output projection.
-    """
-
-    inner: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    split: str | None = None
-    out: str = "out_proj"
-
-
-@dataclass(frozen=True)
-class MixerSpec:
-    """A module that mixes tokens across boundaries: it runs on one row for each sequence, padded on the right.
-
-    Attributes:
-        mask: the mask that it gets: floats ``added`` to the scores, bools of ``seen`` or of ``hidden`` keys, bools
-            ``[n, L]`` of ``real`` tokens, or None.
-        window, chunk: the name of an attribute (dotted for an attribute of the config) that holds the window, or the
-            size of a chunk, if only the mask applies it. If the config lists ``layer_types``, only layers of
-            ``sliding_attention`` or ``chunked_attention`` have it, unless ``in_every_layer``.
-        in_every_layer: whether every layer has that window or chunk, whatever ``layer_types`` lists.
-        alibi: the name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]`` for n rows of L slots.
-        unchanged: the names of arguments that are passed on unchanged.
-        left_out: the names of keywords that are not passed, such as positions that the module makes itself.
-        counts_from: the name of an attribute that holds the padding id, or None. With it, the module makes positions
-            itself: they count from the padding id + 1 on, and skip tokens with that id.
-        states: the number of cache states that the module returns after its result; they are dropped.
-        carried: the name of the argument that passes the last of this module's results to the next module of its kind:
-            the picked keys, as indices in a row.
-        shared: the name of the argument with a dict that modules fill with states for later modules, or None.
-        scan: the operation that mixes tokens, if kernels can run it on packed tokens
-            (:mod:`fastpack.layers.mixers.packed`): a causal ``conv``, or a recurrence after one; else None.
-        net: what the module computes, if fastpack has a forward of its own for packed tokens; else None.
-    """
-
-    mask: Literal["added", "seen", "hidden", "real"] | None = None
-    window: str | None = None
-    chunk: str | None = None
-    in_every_layer: bool = False
-    alibi: str | None = None
-    unchanged: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    counts_from: str | None = None
-    states: int = 0
-    carried: str | None = None
-    shared: str | None = None
-    scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
-    net: DeltaNetSpec | None = None
-
-
 Tier = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
 TIERS: tuple[Tier, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
 """All tiers, from the highest to the lowest."""
@@ -392,9 +338,10 @@ class Family:
         """The highest tier that its modules can reach."""
         if self.repadded:
             return "re-padded model"
-        if self.mixers:
+        if self.mixers and not self.packs_mixers:
             return "re-padded mixer"
-        return "fast" if self.fast.keys() >= set(self.attention) else "varlen"
+        has_nets = all(spec.net is not None for spec in self.mixers.values())
+        return "fast" if has_nets and self.fast.keys() >= set(self.attention) else "varlen"
 
     @property
     def packs_mixers(self) -> bool:

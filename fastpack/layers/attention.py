@@ -107,8 +107,7 @@ def attend_heads(
     modifiers: dict[str, Any] = {"two_way": two_way_of(module, spec)}
     gate, scale = None, module.scaling
     if isinstance(spec, LatentAttentionSpec):
-        assert position_embeddings is not None, "latent attention has rotary positions"
-        q, k, v = latent_attention.heads(module, runtime, projected, position_embeddings)
+        q, k, v = latent_attention.heads(module, runtime, projected, position_embeddings if spec.rotates else None)
     elif isinstance(spec, SharedAttentionSpec):
         assert position_embeddings is not None
         assert shared is not None

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MixerSpec, MlpSpec
+from fastpack.families.mixer_spec import MixerSpec
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MlpSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
-from fastpack.layers.mixers.delta_net import delta_net
 from fastpack.layers.mixers.forward import fast_net
+from fastpack.layers.mixers.nets import run_net
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.project import fast_forward, project_modules
 from fastpack.layers.read_projection import linear_sizes
@@ -65,9 +66,10 @@ def decoder_forward(
 
 def _mixing(layer: LayerLike, spec: DecoderSpec) -> Replacement[Any, Runtime] | None:
     """Return the replacement of the layer's attention, or of the module in its place; None if its own forward runs."""
-    if spec.mixer is None or hasattr(layer, "self_attn"):
-        return fast_forward(layer.self_attn, attention_forward)
-    return fast_net(getattr(layer, spec.mixer))
+    attention = getattr(layer, "self_attn", None)
+    fast = None if attention is None else fast_forward(attention, attention_forward)
+    mixer = None if spec.mixer is None else getattr(layer, spec.mixer, None)
+    return fast if fast is not None or mixer is None else fast_net(mixer)
 
 
 def _checkpoints_in_forward(cls: type) -> bool:
@@ -119,7 +121,7 @@ def _run(
         assert spec.mixer is not None
         assert mixing.net is not None
         net, norm = getattr(layer, spec.mixer), _child(layer, spec.pre_attention)
-        x = delta_net(net, mixing.net, runtime, x, packed, norm=norm, residual=True)
+        x = run_net(net, mixing.net, runtime, x, packed, norm=norm, residual=True)
     else:
         x = _run_attention(layer, spec, runtime, mixing, position_embeddings, packed, x, attention_dropout)
     return as_row(_run_mlp(layer, spec, runtime, x, mlp_dropout, packed.row_count))

@@ -24,7 +24,7 @@ def first_projections(module: AttentionLike) -> tuple[str, str]:
 
 
 def heads(
-    module: Any, runtime: Runtime, projected: list[Tensor], tables: tuple[Tensor, Tensor]
+    module: Any, runtime: Runtime, projected: list[Tensor], tables: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys ``[T, H, N + R]`` and values ``[T, H, E]``.
 
@@ -33,7 +33,7 @@ def heads(
         runtime: settings of the patched model.
         projected: queries ``[T, H (N + R)]`` or their latent; and ``[T, C + R]``, the latent of keys and values with
             the key's rotated elements, which all heads share.
-        tables: cos and sin, ``[1, T, R]``.
+        tables: cos and sin, ``[1, T, R]``; None if nothing is rotated.
     """
     q, latent = projected
     if module.q_lora_rank is not None:
@@ -45,6 +45,8 @@ def heads(
         [module.kv_b_proj], latent[:, : module.kv_lora_rank], runtime, norm=module.kv_a_layernorm
     )
     kv = kv.unflatten(-1, (-1, size + module.v_head_dim))
+    if tables is None:
+        return q, torch.cat([kv[..., :size], shared.expand(-1, kv.shape[1], -1)], -1), kv[..., size:]
     cos, sin = tables[0][0], tables[1][0]
     interleaved = module.config.rope_interleave
     if interleaved:

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
+from fastpack.families.mixer_spec import MixerSpec
+from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 from fastpack.layers.hf_attention import stock_config
 from fastpack.utils.classes import mentions, stock_class
 from fastpack.utils.protocols import ConfigLike

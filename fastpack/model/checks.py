@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.composites import composite_spec
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.refused import REFUSED_IMAGES
-from fastpack.families.spec import Family, MixerSpec
+from fastpack.families.spec import Family
 from fastpack.layers.read_projection import method_of
 from fastpack.layers.rope_tables import is_served
 from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments

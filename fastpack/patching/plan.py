@@ -12,14 +12,15 @@ from torch import nn
 from fastpack.attention_dispatch import explain
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families.composites import composite_spec
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.spec import (
+    TIERS,
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
     Family,
     GatedNormSpec,
-    MixerSpec,
     MlpSpec,
     NormSpec,
     Spec,
@@ -185,9 +186,10 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
 def _refuse_options(options: PatchOptions, recognised: Recognised, not_shared: str | None) -> None:
     """Raise if this model can't meet ``strict``, or ``share_prefixes`` for the reason ``not_shared``."""
     family, specs = recognised.family, recognised.specs
-    fast = family.tier == "fast" and all(name in specs for name in family.attention)
-    tier = "varlen" if family.tier == "fast" and not fast else family.tier
-    if options.strict and (not fast or recognised.skipped):
+    of_attention: Tier = "fast" if all(name in specs for name in family.attention) else "varlen"
+    tiers = {family.tier, of_attention, *_mixer_tiers(recognised)}
+    tier = next(tier for tier in reversed(TIERS) if tier in tiers)
+    if options.strict and (tier != "fast" or recognised.skipped):
         why = "; ".join(f"{what}: {reason}" for what, reason in recognised.skipped) or (
             f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
         )
@@ -211,7 +213,7 @@ def _make_runtime(
     # an unknown forward of a layer may drop the packing keyword, and the mask with it
     context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
     graphs = offload = None
-    if options.graphs == "auto" and (context is None or _packs_mixers(recognised, mixing_specs)):
+    if options.graphs == "auto" and (context is None or _packs_mixers(recognised)):
         from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy
 
         graphs = GraphRunner()
@@ -233,19 +235,18 @@ def _make_runtime(
     )
 
 
-def _packs_mixers(recognised: Recognised, mixing_specs: Mapping[int, MixingSpec]) -> bool:
-    """Return whether recurrences and convolutions, all on packed tokens, are all that reads the packing context."""
-    mixers = [
-        (module, spec)
-        for module in recognised.backbone.modules()
-        if isinstance(spec := mixing_specs.get(id(module)), MixerSpec)
-    ]
+def _mixer_tiers(recognised: Recognised) -> set[Tier]:
+    """Return the tiers of the backbone's mixers, as they are before the patch."""
     family = recognised.family
-    return (
-        family.packs_mixers
-        and not (family.drops_packing or family.repadded or recognised.replaced_layers)
-        and all(mixer_tier(module, spec) == "varlen" for module, spec in mixers)
-    )
+    own = ((module, own_class(module, family) or "") for module in recognised.backbone.modules())
+    return {mixer_tier(module, family.mixers[name]) for module, name in own if name in family.mixers}
+
+
+def _packs_mixers(recognised: Recognised) -> bool:
+    """Return whether recurrences and convolutions, all on packed tokens, are all that reads the packing context."""
+    family = recognised.family
+    others = family.drops_packing or family.repadded or recognised.replaced_layers
+    return family.packs_mixers and not others and "re-padded mixer" not in _mixer_tiers(recognised)
 
 
 def _plan_model(

@@ -10,7 +10,8 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_spec, stock_mixing
-from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, ExpertsSpec, Family, MixerSpec, Spec
+from fastpack.families.mixer_spec import MixerSpec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, ExpertsSpec, Family, Spec
 from fastpack.layers.liger import stands_for
 from fastpack.layers.read_projection import refuse_rows
 from fastpack.layers.rope_tables import unknown_tables

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 WORDS: dict[str, str] = {
-    "fast": "fastpack's own forwards: packed attention, the family's norms, gated MLPs",
-    "varlen": "packed attention and recurrences, and known norms and MLPs; the rest is the stock model, on real tokens "
+    "fast": "fastpack's own forwards: packed attention and recurrences, the family's norms, gated MLPs",
+    "varlen": "packed attention and recurrences, known norms and MLPs; the rest is the stock model, on real tokens "
     "only",
     "re-padded mixer": "token mixers that know no boundaries run on one row per sequence; attention is packed, and "
     "the rest runs on real tokens only",

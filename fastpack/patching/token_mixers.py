@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.families.spec import TIERS, MixerSpec, Tier
+from fastpack.families.mixer_spec import MixerSpec
+from fastpack.families.spec import TIERS, Tier
 from fastpack.layers.mixers.forward import mixer_notes, mixer_tier
 from fastpack.layers.read_projection import linear_sizes
 from fastpack.patching.changes import carries_ours, contexts_of
@@ -47,8 +48,7 @@ class Mixing:
 
     def kinds(self) -> dict[str, int]:
         """Count the mixers that run packed and the mixers that run on rows."""
-        tiers: Counter[str] = Counter(mixer_tier(module, how) for module, how in self._mixers())
-        return {name: tiers[tier] for tier, name in _KINDS.items() if tiers[tier]}
+        return dict(Counter(_KINDS[mixer_tier(module, how)] for module, how in self._mixers()))
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the kernels that run the mixers, or why none does."""
@@ -86,7 +86,7 @@ class Mixing:
         ]
 
 
-_KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}
+_KINDS: dict[str, str] = {"fast": "packed mixer", "varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}
 
 
 def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:

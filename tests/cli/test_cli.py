@@ -291,7 +291,8 @@ def test_families(capsys: pytest.CaptureFixture[str]) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     assert "LlamaModel" in printed
     tiers = {row["model_type"]: row["tier"] for row in rows}
-    assert {tiers[name] for name in ("lfm2", "qwen3_next", "kimi_linear", "mamba2", "falcon_h1")} == {"varlen"}
+    assert {tiers[name] for name in ("lfm2", "qwen3_next", "kimi_linear", "mamba2", "falcon_h1")} == {"fast"}
+    assert {tiers[name] for name in ("bailing_hybrid", "lfm3", "zamba2")} == {"varlen"}
     assert tiers["jamba"] == "re-padded mixer"
 
 

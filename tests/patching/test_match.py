@@ -123,7 +123,7 @@ def test_untried_stock_attention_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mixer_that_was_not_read_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).tier == "varlen"
+    assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).tier == "fast"
     monkeypatch.delitem(lock.proved(), "Lfm2ShortConv (packed)")
     assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).tier == "re-padded mixer"
     monkeypatch.delitem(lock.proved(), "Lfm2ShortConv")

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastpack.families.spec import MixerSpec
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
-from fastpack.layers.mixers.delta_net import delta_net, serves
+from fastpack.layers.mixers.nets import run_net, serves
 from fastpack.layers.mixers.rows import Rows, repad, row_groups, unpad
 from fastpack.layers.project import fast_forward
 from fastpack.layers.runtime import Runtime
@@ -49,7 +49,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
         if packed_rejects(module, spec, patched.earlier) is None:
             hidden = _hidden(args, kwargs)
             if spec.net is not None and serves(module, spec.net):
-                return as_row(delta_net(module, spec.net, patched.runtime, hidden.squeeze(0), packed))
+                return as_row(run_net(module, spec.net, patched.runtime, hidden.squeeze(0), packed))
             return packed_forward(module, spec, packed, _computed_in(hidden), *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
@@ -81,7 +81,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
 
 
 def fast_net(module: nn.Module) -> Replacement[MixerSpec, Runtime] | None:
-    """Return the replacement of a module that runs as :func:`delta_net` on packed tokens, or None."""
+    """Return the replacement of a module that runs as :func:`run_net` on packed tokens, or None."""
     patched = fast_forward(module, mixer_forward)
     if patched is None or patched.spec.net is None or _why_rows(module, patched.spec) is not None:
         return None
@@ -95,9 +95,11 @@ class _Carried:
     groups: tuple[Any, ...]
 
 
-def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
-    """Return ``varlen`` for a module that runs on packed tokens."""
-    return "varlen" if _why_rows(module, spec) is None else "re-padded mixer"
+def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["fast", "varlen", "re-padded mixer"]:
+    """Return ``fast`` or ``varlen`` for a module that runs on packed tokens."""
+    if _why_rows(module, spec) is not None:
+        return "re-padded mixer"
+    return "fast" if spec.net is not None and serves(module, spec.net) else "varlen"
 
 
 def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:

@@ -25,6 +25,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
@@ -94,6 +95,12 @@ def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) 
     """
     kernel = _serving(op, first.device, first.dtype)
     return kernel.run(_function(kernel.module, kernel.name), packed, first, *rest)
+
+
+def step_sizes(dt: Tensor, bias: Tensor | None, limits: tuple[float, float]) -> Tensor:
+    """Return the steps of Mamba-2's scan in float32: ``softplus(dt + bias)``, within the limits."""
+    dt = dt.float() if bias is None else dt.float() + bias.float()
+    return F.softplus(dt).clamp(*limits)
 
 
 # Calls of each kernel.

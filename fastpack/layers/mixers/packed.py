@@ -18,14 +18,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
 from fastpack.families.lock import is_proved, packed_name
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.source import forward_hash
-from fastpack.families.spec import MixerSpec
-from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence
+from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence, step_sizes
 from fastpack.packing.mask import is_mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
@@ -136,12 +135,11 @@ def _ssd(
     _stateless(initial_states, return_final_states)
     if z is not None:
         raise PatchError("Mamba-2's scan got a gate (z), which packed mixers don't support; please report the family.")
-    dt = dt.float()
-    if dt_bias is not None:
-        dt = dt + dt_bias.float()
-    if dt_softplus:
-        dt = F.softplus(dt)
-    dt = dt.clamp(*dt_limit)
+    if not dt_softplus:
+        raise PatchError(
+            "Mamba-2's scan got steps without softplus, which packed mixers don't support; please report it."
+        )
+    dt = step_sizes(dt, dt_bias, dt_limit)
     x, B, C = (_narrowed(y, dtype) for y in (hidden_states, B, C))
     return packed_recurrence("ssd", packed, x, dt, A, B, C, D, chunk_size)
 

@@ -68,8 +68,7 @@ def read_flops(model: nn.Module, *, recurrences: bool = True) -> ModelFlops:
     parts = find_parts(model)
     backbone = parts.backbone
     family = family_of(backbone)
-    left_out = family is not None and family.packs_mixers and not recurrences
-    if family is None or not (family.tier in _KNOWN_TIERS or left_out) or family.uncounted:
+    if family is None or family.tier not in _KNOWN_TIERS or family.uncounted or (family.packs_mixers and recurrences):
         raise UnsupportedModelError(f"there is no formula for everything that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())

@@ -15,7 +15,7 @@ from oracle import compare, make_sequences, run_alone, run_batch
 import fastpack
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.registry import FAMILIES
-from fastpack.layers import project
+from fastpack.layers import decoder, project
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers import packed
 from fastpack.ops import delta_rule
@@ -60,7 +60,9 @@ def test_packed_on_a_cpu(model_type: str, monkeypatch: pytest.MonkeyPatch) -> No
     fastpack.patch(model)
     report = fastpack.report(model)
     layers = sum(type(m).__name__ in FAMILIES[model_type].mixers for m in model.modules())
-    assert (report.tier, report.unpadded, report.swapped["packed mixer"]) == ("varlen", 1, layers)
+    tier = FAMILIES[model_type].tier
+    assert (report.tier, report.unpadded, report.swapped["packed mixer"]) == (tier, 1, layers)
+    assert (tier == "fast") is (model_type in NAMED or model_type == "qwen3_5_moe_text")
     assert "mixers: fastpack on packed tokens" in report.notes
 
     calls = count_calls(monkeypatch, delta_rule, "_definition")
@@ -102,10 +104,16 @@ def test_a_dropped_boundary_is_caught(model_type: str, monkeypatch: pytest.Monke
 _chunks = PackedSeqLens.chunks
 
 
-LINEARS = {
-    "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
-    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
+LINEARS: dict[str, tuple[list[str], list[int]]] = {
+    "qwen3_5_text": (["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"], [4, 1]),
+    "qwen3_next": (["in_proj_qkvz", "in_proj_ba", "out_proj"], [2, 1]),
+    "olmo_hybrid": (["g_proj", "b_proj", "a_proj"], [3]),
+    "kimi_linear": (["b_proj", "g_a_proj", "g_b_proj"], [2, 1]),
+    "bamba": (["in_proj", "out_proj"], [1, 1]),
+    "falcon_h1": (["in_proj"], [1]),
+    "lfm2": (["in_proj"], [1]),
 }
+"""Adapted projections that only mixers have, and how many of those run as one op."""
 
 
 @pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "checkpointed"])
@@ -114,7 +122,7 @@ def test_projections_with_lora_are_fused(
     model_type: str, reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that share an input are one op; the stock forward of the module does not run."""
-    model: Any = with_lora(build_tiny(model_type), target_modules=LINEARS[model_type])
+    model: Any = with_lora(build_tiny(model_type), target_modules=LINEARS[model_type][0])
     sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
     alone = run_alone(model, sequences)
     fastpack.patch(model)
@@ -127,23 +135,42 @@ def test_projections_with_lora_are_fused(
     error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
     assert max(error.logits, error.loss, error.grads) <= BOUND
     runs = len(nets) * (1 if reentrant is None else 2)
-    sizes = [len(group) for _, group, *_ in groups if all(each.lora is not None for each in group)]
-    assert sorted(sizes) == sorted([len(LINEARS[model_type]) - 1, 1] * runs)
+    sizes = [sum(each.lora is not None for each in group) for _, group, *_ in groups]
+    assert sorted(size for size in sizes if size) == sorted(LINEARS[model_type][1] * runs)
     assert not stock
 
 
-@pytest.mark.parametrize("model_type", LINEARS)
+NORMED = {
+    "qwen3_5_text": ("linear_attn", "input_layernorm", "out_proj"),
+    "qwen3_next": ("linear_attn", "input_layernorm", "out_proj"),
+    "olmo_hybrid": ("linear_attn", "input_layernorm", "o_proj"),
+    "lfm2": ("conv", "operator_norm", "out_proj"),
+}
+
+
+@pytest.mark.parametrize("model_type", NORMED)
 def test_a_layer_fuses_its_norms(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms before the net and before the MLP, and both residual additions, are parts of projections."""
+    """The norm before the mixer, and the residual addition after it, are parts of projections."""
     model: Any = build_tiny(model_type).train()
     sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
     alone = run_alone(model, sequences)
     fastpack.patch(model)
-    layer = next(m for m in model.modules() if hasattr(m, "linear_attn"))
+    mixer, norm, out = NORMED[model_type]
+    layer = next(m for m in model.modules() if hasattr(m, mixer))
     groups = count_calls(monkeypatch, project, "project")
     error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
     assert max(error.logits, error.loss, error.grads) <= BOUND
-    weights = {layer.input_layernorm.weight.data_ptr(), layer.linear_attn.out_proj.weight.data_ptr()}
+    weights = {getattr(layer, norm).weight.data_ptr(), getattr(getattr(layer, mixer), out).weight.data_ptr()}
     normed = {each.weight.data_ptr() for call in groups for each in call if isinstance(each, Norm)}
     added = {group[0].weight.data_ptr() for _, group, _, residual, *_ in groups if residual is not None}
     assert weights <= normed | added
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "olmo_hybrid", "qwen3_next", "lfm2_moe"])
+def test_every_layer_is_fast(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict patches take it, and no stock forward of a layer runs."""
+    model: Any = build_tiny(model_type).train()
+    fastpack.patch(model, strict=True)
+    layers = count_calls(monkeypatch, decoder, "_run")
+    run_batch(model, make_sequences(model.config.vocab_size, LENGTHS), "packed_seq_lens")
+    assert len(layers) == len(model.model.layers)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import fastpack
 from fastpack import PackedSeqLens
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.registry import FAMILIES
-from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.forward import mixer_tier
 from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence
@@ -220,7 +220,7 @@ def test_exact_with_nothing_installed(model_type: str, monkeypatch: pytest.Monke
 def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next"))
-    assert fastpack.report(model).tier == "varlen"
+    assert fastpack.report(model).tier == "fast"
     assert "mixers: flash-linear-attention on packed tokens" in " ".join(fastpack.report(model).notes)
     fastpack.unpatch(model)
     assert not installed.made, "planning runs nothing"
@@ -327,7 +327,7 @@ def test_compiled(training: bool, compile_anew: None) -> None:
 def test_the_report_follows_a_model_that_moves(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next"))
-    assert fastpack.report(model).tier == "varlen"
+    assert fastpack.report(model).tier == "fast"
     assert "mixers: flash-linear-attention on packed tokens" in fastpack.report(model).notes
     monkeypatch.setattr(mixer_kernels, "_others_serve", lambda device, dtype: False)
     assert "mixers: fastpack on packed tokens" in fastpack.report(model).notes

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack import PackedSeqLens, PatchError
 from fastpack.exactness.tiny import build_tiny, plain_tokens
-from fastpack.families.spec import MixerSpec
+from fastpack.families.mixer_spec import MixerSpec
 from fastpack.layers.mixers.forward import mixer_forward
 from fastpack.layers.mixers.rows import RATIO, repad, row_groups, similar, unpad
 from fastpack.layers.runtime import Runtime
