@@ -24,6 +24,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int] = (8, 6),
     device: str = "cpu",
+    heads: tuple[int, int] = (KEY_HEADS, HEADS),
 ) -> list[Tensor]:
     """Return q, k, v, g and beta; the decays of a quarter of the tokens are close to 1."""
     generator = torch.Generator().manual_seed(tokens)
@@ -32,10 +33,11 @@ def make_inputs(
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     key, value = sizes
-    q, k = (normal(tokens, KEY_HEADS, key) for _ in range(2))
-    v = normal(tokens, HEADS, value)
-    g = F.logsigmoid(2 * normal(*((tokens, HEADS, key) if by_channel else (tokens, HEADS))) + 1)
-    beta = normal(tokens, HEADS).sigmoid()
+    of_keys, of_values = heads
+    q, k = (normal(tokens, of_keys, key) for _ in range(2))
+    v = normal(tokens, of_values, value)
+    g = F.logsigmoid(2 * normal(*((tokens, of_values, key) if by_channel else (tokens, of_values))) + 1)
+    beta = normal(tokens, of_values).sigmoid()
     return [x.to(device, dtype) for x in (q, k, v, g, beta)]
 
 

@@ -44,11 +44,11 @@ from fastpack.ops.kernels.delta_rule_parts import (
     write_value_gradients,
 )
 from fastpack.ops.kernels.delta_rule_units import gradient_of_keys
-from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
+from fastpack.ops.kernels.launch import UNPIPELINED, early, on_device, wait_for_inputs
 
 STATE_GRADIENTS = DeltaTile(block_v=32, warps=4, stages=2, streamed=(3, 2, 0), resident=(0, 0, 1, 0))
 SYSTEM_GRADIENTS = DeltaTile(block_v=32, warps=4, stages=2, streamed=(0, 3, 1), resident=(2, 0, 0, 2))
-OUTPUT_GRADIENTS = DeltaTile(block_v=32, warps=4, stages=2, streamed=(0, 2, 2), resident=(2, 0, 0, 1))
+OUTPUT_GRADIENTS = DeltaTile(block_v=64, warps=4, stages=UNPIPELINED, streamed=(0, 2, 2), resident=(2, 0, 0, 1))
 
 
 @triton.jit

@@ -36,10 +36,10 @@ from fastpack.ops.kernels.delta_rule_parts import (
     write_u,
     write_value_gradients,
 )
-from fastpack.ops.kernels.launch import early, wait_for_inputs
+from fastpack.ops.kernels.launch import UNPIPELINED, early, wait_for_inputs
 
 SYSTEM_GRADIENTS = DeltaTile(block_v=32, warps=8, stages=2, streamed=(0, 3, 1), resident=(2, 0, 0, 2))
-OUTPUT_GRADIENTS = DeltaTile(block_v=64, warps=8, stages=2, streamed=(0, 2, 2), resident=(2, 0, 0, 1))
+OUTPUT_GRADIENTS = DeltaTile(block_v=64, warps=8, stages=UNPIPELINED, streamed=(0, 2, 2), resident=(2, 0, 0, 1))
 PAIR_GRADIENTS = DeltaTile(block_v=16, warps=8, stages=1, streamed=(0, 1, 0), resident=(3, 0, 0, 4))
 TILES = (SOLVE, AGAIN, SYSTEM_GRADIENTS, OUTPUT_GRADIENTS, PAIR_GRADIENTS)
 

@@ -12,6 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+UNPIPELINED = 1
+"""The stages of a loop that loads tiles for matmuls and reads the same tiles into registers.
+
+With more, Triton 3.6 to 3.9 gives these tiles a buffer too few on Hopper: a copy for a later step overwrites what
+matmuls still read, and a few elements of the result are wrong at times (tests/ops/kernels/pipelines.py).
+"""
 MAX_GROUP = 3
 """The most members of a group in one launch: q, k and v."""
 

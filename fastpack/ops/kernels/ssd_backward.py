@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.launch import UNPIPELINED, early, on_device, processors, wait_for_inputs
 from fastpack.ops.kernels.ssd import Inputs, columns, states, sums_of_decays
 from fastpack.ops.kernels.ssd_parts import (
     PRECISION,
@@ -174,7 +174,7 @@ def backward(inputs: Inputs, grad: Tensor) -> Gradients:
             *(x, inputs.dt, sums, inputs.A, inputs.B, inputs.C, grad, before, after, dx, ddt, da),
             *(chunks.begin, chunks.end, len(x), *strides),
             **sizes,
-            **options,
+            **{**options, "num_stages": UNPIPELINED},
             **early(x),
         )
         programs = count * inputs.B.shape[1] * triton.cdiv(sizes["K"], k)

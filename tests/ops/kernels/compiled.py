@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from pipelines import overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,6 +26,17 @@ SIZES = {"expand": lora.EXPAND, "shrink": {**lora.SHRINK, "EVEN": True}, "reduce
 GLU = {"KIND": "silu", "HAS_GATE": True, "HAS_UP": True, "HAS_GRAD": True, "RECOMPUTE": True}
 ONES = ("rank_step", "weight_rank", "out_rank", "low_rank")
 POINTERS = ("base", "low", "out", "x", "weight", "grad", "gate", "up", "dgate", "dup")
+
+
+LOST: list[str] = []
+"""The tiles that kernels overwrite."""
+
+
+def compiled(source: ASTSource, capability: int, options: dict[str, int]) -> int:
+    """Return the shared memory of a kernel, and look for overwritten tiles."""
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    LOST.extend(f"{source.fn.__name__}: {tile}" for tile in overwritten(built))
+    return int(built.metadata.shared)
 
 
 def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int) -> int:
@@ -43,8 +55,7 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
         if signature[name] != "constexpr" and not name.startswith(("scale", "tokens")):
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return int(built.metadata.shared)
+    return compiled(source, capability, {"num_warps": warps})
 
 
 def with_descriptors(
@@ -68,7 +79,7 @@ def with_descriptors(
         else:
             signature[name] = "constexpr" if name in constants else others.get(name.rstrip("012"), "i32")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
+    return compiled(source, capability, options)
 
 
 def sums_of_matmuls(count: int, dtype: str, rank: int, outputs: int) -> int:
@@ -138,4 +149,5 @@ def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> di
 
 
 if __name__ == "__main__":
-    print(json.dumps([measure(*case) for case in json.loads(sys.argv[1])]))
+    results = [measure(*case) for case in json.loads(sys.argv[1])]
+    print(json.dumps([{**result, "overwritten": LOST} for result in results]))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 from compiled import LIMITS
+from pipelines import overwritten
 from triton.backends.compiler import GPUTarget
 
 from fastpack.ops.kernels import attention, attention_keys, attention_queries, launch
@@ -35,15 +36,17 @@ def as_on(capability: int) -> None:
     launch.capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
 
 
-def kernels(capability: int, heads: int, kv_heads: int, size: int, window: int | None, tree: bool) -> dict[str, int]:
-    """Return the shared memory of the three kernels."""
+def kernels(capability: int, heads: int, kv_heads: int, size: int, window: int | None, tree: bool) -> dict[str, Any]:
+    """Return the shared memory of the three kernels, and overwritten tiles."""
     as_on(capability)
     taken: dict[str, int] = {}
+    lost: list[str] = []
     run = triton.JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         built = run(kernel, *args, **{**options, "warmup": True})
         taken[kernel.__name__] = int(built.metadata.shared)
+        lost.extend(f"{kernel.__name__}: {tile}" for tile in overwritten(built))
         return built
 
     packed = PackedSeqLens.from_lengths([len(row) for row in ROWS])
@@ -63,9 +66,9 @@ def kernels(capability: int, heads: int, kv_heads: int, size: int, window: int |
     _, delta = attention_queries.queries(out, q, k, v, out, lse, cu_seqlens, scores, arrivals=arrivals, paths=paths)
     attention_keys.keys(out, q, k, v, lse, delta, cu_seqlens, scores, arrivals=arrivals, branches=branches)
     triton.JITFunction.run = run
-    return taken
+    return {"taken": taken, "overwritten": lost}
 
 
 if __name__ == "__main__":
     cases = json.loads(sys.argv[1])
-    print(json.dumps([{"taken": kernels(*case), "limit": LIMITS[case[0]]} for case in cases]))
+    print(json.dumps([{**kernels(*case), "limit": LIMITS[case[0]]} for case in cases]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import triton
 from compiled import LIMITS
 from compiled_attention import as_on
+from pipelines import overwritten
 
 from fastpack.ops.chunks import Chunks
 from fastpack.ops.delta_rule import EPS, delta_chunk
@@ -23,19 +25,28 @@ from fastpack.ops.kernels import delta_rule, delta_rule_backward, launch
 LENGTHS = [300, 1, 64]
 
 
-def measure(capability: int, dtype: str, key: int, value: int, group: int, by_channel: bool) -> dict[str, Any]:
-    """Return the shared memory of each kernel, and the fewest stages that were chosen for one of them."""
+def measure(
+    capability: int, dtype: str, key: int, value: int, group: int, by_channel: bool, pipelined: bool = False
+) -> dict[str, Any]:
+    """Return the shared memory of each kernel, the fewest stages that were chosen for one, and overwritten tiles.
+
+    If ``pipelined``, a kernel whose loop may not be pipelined is.
+    """
+    if pipelined:
+        delta_rule_backward.OUTPUT_GRADIENTS = replace(delta_rule_backward.OUTPUT_GRADIENTS, stages=2)
     as_on(capability)
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
     delta_rule.processors = lambda _: 132  # type: ignore[attr-defined]
     taken: dict[str, int] = {}
     stages: list[int] = []
+    lost: list[str] = []
     run = triton.JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         built = run(kernel, *args, **{**options, "warmup": True})
         taken[f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"] = int(built.metadata.shared)
         stages.append(options.get("num_stages", 1))
+        lost.extend(f"{kernel.__name__}: {tile}" for tile in overwritten(built))
         return built
 
     of = getattr(torch, dtype)
@@ -49,7 +60,7 @@ def measure(capability: int, dtype: str, key: int, value: int, group: int, by_ch
     out, saved = delta_rule.forward(q, k, v, g, beta, chunks, EPS)
     delta_rule_backward.backward(out, saved, chunks, g.dtype)
     triton.JITFunction.run = run
-    return {"taken": taken, "stages": min(stages), "limit": LIMITS[capability]}
+    return {"taken": taken, "stages": min(stages), "limit": LIMITS[capability], "overwritten": lost}
 
 
 if __name__ == "__main__":

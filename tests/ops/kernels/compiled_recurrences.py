@@ -14,6 +14,7 @@ import torch
 import triton
 from compiled import LIMITS
 from compiled_attention import as_on
+from pipelines import overwritten
 
 from fastpack.ops.kernels import launch, short_conv, ssd, ssd_backward
 from fastpack.packing.seqlens import PackedSeqLens
@@ -43,24 +44,26 @@ def run_conv(dtype: torch.dtype, channels: int, taps: int) -> None:
 RUNS: dict[str, Any] = {"ssd": run_ssd, "conv": run_conv}
 
 
-def kernels(op: str, capability: int, dtype: str, *sizes: int) -> dict[str, int]:
-    """Return the shared memory of each kernel of an op, forward and backward."""
+def kernels(op: str, capability: int, dtype: str, *sizes: int) -> dict[str, Any]:
+    """Return the shared memory of each kernel of an op, forward and backward, and overwritten tiles."""
     as_on(capability)
     launch.shared_memory = lambda device: LIMITS[capability]  # type: ignore[assignment]
     taken: dict[str, int] = {}
+    lost: list[str] = []
     run = triton.JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         built = run(kernel, *args, **{**options, "warmup": True})
         taken[kernel.__name__] = max(taken.get(kernel.__name__, 0), int(built.metadata.shared))
+        lost.extend(f"{kernel.__name__}: {tile}" for tile in overwritten(built))
         return built
 
     triton.JITFunction.run = compile_only
     RUNS[op](DTYPES[dtype], *sizes)
     triton.JITFunction.run = run
-    return taken
+    return {"taken": taken, "overwritten": lost}
 
 
 if __name__ == "__main__":
     cases = json.loads(sys.argv[1])
-    print(json.dumps([{"taken": kernels(*case), "limit": LIMITS[case[1]]} for case in cases]))
+    print(json.dumps([{**kernels(*case), "limit": LIMITS[case[1]]} for case in cases]))
