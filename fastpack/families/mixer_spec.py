@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -20,21 +21,17 @@ class DeltaNetSpec:
         doubled_if: the name of the attribute that doubles the rate if it is true, or None.
     """
 
+    FIXED: ClassVar[tuple[str, ...]] = ("conv1d", "A_log", "dt_bias")
     inner: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     split: str | None = None
     norm: str = "norm"
     out: str = "out_proj"
     doubled_if: str | None = None
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the attributes that a module has."""
-        return (*self.inner, self.norm, self.out, *(name for name in (self.split, self.doubled_if) if name))
-
 
 @dataclass(frozen=True)
 class KimiDeltaSpec:
-    """Kimi's delta attention: the same with a decay for each channel of a key, which a module computes.
+    """Kimi Delta Attention: a gated delta net with a decay for each channel of a key, which a module computes.
 
     Attributes:
         inner: the names of the projections to queries, keys, values and the rate.
@@ -44,52 +41,49 @@ class KimiDeltaSpec:
         out: the name of the output projection.
     """
 
+    FIXED: ClassVar[tuple[str, ...]] = ("conv1d",)
     inner: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "b_proj")
     gate: tuple[str, str] = ("g_a_proj", "g_b_proj")
     decay: str = "forget_gate"
     norm: str = "o_norm"
     out: str = "o_proj"
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the attributes that a module has."""
-        return (*self.inner, *self.gate, self.decay, self.norm, self.out)
-
 
 @dataclass(frozen=True)
 class Mamba2Spec:
     """Mamba-2's mixer: one projection, a convolution, the scan, a gated norm, one more projection.
 
-    The modules have upstream's names, ``in_proj`` to ``out_proj``.
-
     Attributes:
         scale: the name of the factor on the input, or None.
-        scales: the name of the factors on the results of ``in_proj``, or None.
-        norm_if: the name of the attribute without which a plain gate takes the norm's place; None if there is a norm.
+        scales: the name of the factors on the results of the first projection, or None.
+        norm_if: the name of the attribute that says whether there is a norm; without one, the scan's result is
+            multiplied by the activated gate alone. None if there always is.
     """
 
+    FIXED: ClassVar[tuple[str, ...]] = (
+        *("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj"),
+        "time_step_limit",
+    )
     scale: str | None = None
     scales: str | None = None
     norm_if: str | None = None
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the attributes that a module has."""
-        own = ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj", "time_step_limit")
-        return (*own, *(name for name in (self.scale, self.scales, self.norm_if) if name))
 
 
 @dataclass(frozen=True)
 class GatedConvSpec:
     """A short convolution between two gates (LFM2): ``out_proj(C conv(B x))`` with ``B, C, x = in_proj(input)``."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the attributes that a module has."""
-        return ("in_proj", "conv", "out_proj")
+    FIXED: ClassVar[tuple[str, ...]] = ("in_proj", "conv", "out_proj")
 
 
-NetSpec = DeltaNetSpec | KimiDeltaSpec | Mamba2Spec | GatedConvSpec
+FastMixerSpec = DeltaNetSpec | KimiDeltaSpec | Mamba2Spec | GatedConvSpec
+
+
+def attributes_of(spec: FastMixerSpec) -> list[str]:
+    """Return the names of the attributes that a module must have."""
+    values = (getattr(spec, field.name) for field in fields(spec))
+    named = [(value,) if isinstance(value, str) else value or () for value in values]
+    return [*spec.FIXED, *chain.from_iterable(named)]
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class MixerSpec:
         shared: the name of the argument with a dict that modules fill with states for later modules, or None.
         scan: the operation that mixes tokens, if kernels can run it on packed tokens
             (:mod:`fastpack.layers.mixers.packed`): a causal ``conv``, or a recurrence after one; else None.
-        net: what the module computes, if fastpack has a forward of its own for packed tokens; else None.
+        fast: what the module computes, if fastpack has a fast forward for packed tokens; else None.
     """
 
     mask: Literal["added", "seen", "hidden", "real"] | None = None
@@ -129,4 +123,4 @@ class MixerSpec:
     carried: str | None = None
     shared: str | None = None
     scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
-    net: NetSpec | None = None
+    fast: FastMixerSpec | None = None

@@ -201,7 +201,7 @@ class DecoderSpec:
         residual_scale: the name of the factor on each branch, or None for 1.
         dropouts: the names of the dropouts after attention and MLP, or None.
         mlp: the name of the MLP or the block of experts. If that returns a tuple, its first item is the result.
-        mixer: the name of the gated delta net that some layers have in place of attention, or None. Such a layer has no
+        mixer: the name of the mixer that some layers have in place of attention, or None. Such a layer has no
             norm after a branch, no factor and no dropout.
     """
 
@@ -340,8 +340,8 @@ class Family:
             return "re-padded model"
         if self.mixers and not self.packs_mixers:
             return "re-padded mixer"
-        has_nets = all(spec.net is not None for spec in self.mixers.values())
-        return "fast" if has_nets and self.fast.keys() >= set(self.attention) else "varlen"
+        all_fast = all(spec.fast is not None for spec in self.mixers.values())
+        return "fast" if all_fast and self.fast.keys() >= set(self.attention) else "varlen"
 
     @property
     def packs_mixers(self) -> bool:

@@ -107,6 +107,7 @@ def attend_heads(
     modifiers: dict[str, Any] = {"two_way": two_way_of(module, spec)}
     gate, scale = None, module.scaling
     if isinstance(spec, LatentAttentionSpec):
+        assert not spec.rotates or position_embeddings is not None, "its queries and keys are rotated"
         q, k, v = latent_attention.heads(module, runtime, projected, position_embeddings if spec.rotates else None)
     elif isinstance(spec, SharedAttentionSpec):
         assert position_embeddings is not None

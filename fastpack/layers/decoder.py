@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MlpSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
-from fastpack.layers.mixers.forward import fast_net
-from fastpack.layers.mixers.nets import run_net
+from fastpack.layers.mixers.fast import run_fast
+from fastpack.layers.mixers.forward import fast_mixer
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.project import fast_forward, project_modules
 from fastpack.layers.read_projection import linear_sizes
@@ -69,7 +69,7 @@ def _mixing(layer: LayerLike, spec: DecoderSpec) -> Replacement[Any, Runtime] | 
     attention = getattr(layer, "self_attn", None)
     fast = None if attention is None else fast_forward(attention, attention_forward)
     mixer = None if spec.mixer is None else getattr(layer, spec.mixer, None)
-    return fast if fast is not None or mixer is None else fast_net(mixer)
+    return fast if fast is not None or mixer is None else fast_mixer(mixer)
 
 
 def _checkpoints_in_forward(cls: type) -> bool:
@@ -119,9 +119,9 @@ def _run(
     # in functions of their own, whose tensors are freed before the MLP runs
     if isinstance(mixing, MixerSpec):
         assert spec.mixer is not None
-        assert mixing.net is not None
-        net, norm = getattr(layer, spec.mixer), _child(layer, spec.pre_attention)
-        x = run_net(net, mixing.net, runtime, x, packed, norm=norm, residual=True)
+        assert mixing.fast is not None
+        mixer, norm = getattr(layer, spec.mixer), _child(layer, spec.pre_attention)
+        x = run_fast(mixer, mixing.fast, runtime, x, packed, norm=norm, residual=True)
     else:
         x = _run_attention(layer, spec, runtime, mixing, position_embeddings, packed, x, attention_dropout)
     return as_row(_run_mlp(layer, spec, runtime, x, mlp_dropout, packed.row_count))

@@ -58,7 +58,7 @@ def gated_norm(
         weight.
 
     Raises:
-        ValueError: ``implementation="triton"``, and the kernel doesn't support a dtype or the width of a group.
+        ValueError: G doesn't divide H; or ``implementation="triton"``, and the kernel doesn't support a dtype or G.
 
     Example:
         >>> kind = GatedNormKind(gate_first=False, activation="sigmoid", round_before=False)
@@ -66,6 +66,8 @@ def gated_norm(
         tensor([[0.4243, 0.5657]])
     """
     group = x.shape[-1] if group is None else group
+    if x.shape[-1] % group:
+        raise ValueError(f"rows of {x.shape[-1]} elements, but groups of {group}: the second must divide the first.")
     if use_triton(implementation, x):
         reason = _kernel_rejects(x, gate, weight, group)
         if kernel_serves(implementation, "gated normalisation", reason):

@@ -12,6 +12,7 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.hooks import WrappedCheckpointing
 from fastpack.utils.thread_scope import ThreadScope
 
 Checkpointed = Sequence[tuple[nn.Module, Callable[..., Any]]]
@@ -52,7 +53,8 @@ class PackingContext(ThreadScope):
         current = [(module, module.__dict__[_CHECKPOINT]) for module, _ in checkpointed]
         try:
             for module, function in checkpointed:
-                setattr(module, _CHECKPOINT, functools.partial(self._checkpoint, packed, checkpointed, function))
+                kept = functools.partial(self._checkpoint, packed, checkpointed, function)
+                setattr(module, _CHECKPOINT, WrappedCheckpointing(function, kept))
             yield
         finally:
             self.packed = before

@@ -30,7 +30,7 @@ from fastpack.layers.attention import attention_forward, two_way_of
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.experts import experts_forward, innermost
 from fastpack.layers.liger import spec_of
-from fastpack.layers.mixers.forward import mixer_forward, mixer_tier, packed_alibi, packed_mask
+from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_mask
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.mxfp4_experts import mxfp4_forward
 from fastpack.layers.norm import gated_norm_forward, norm_forward
@@ -66,7 +66,7 @@ from fastpack.patching.recognise import (
 )
 from fastpack.patching.report import PatchReport
 from fastpack.patching.support import has_blocks, marks_both_ways, refuse_two_ways
-from fastpack.patching.token_mixers import Mixing
+from fastpack.patching.token_mixers import Mixing, mixer_tiers, packs_mixers
 from fastpack.utils.classes import mentions
 from fastpack.utils.replacement import PreHook, Replacement
 
@@ -187,10 +187,11 @@ def _refuse_options(options: PatchOptions, recognised: Recognised, not_shared: s
     """Raise if this model can't meet ``strict``, or ``share_prefixes`` for the reason ``not_shared``."""
     family, specs = recognised.family, recognised.specs
     of_attention: Tier = "fast" if all(name in specs for name in family.attention) else "varlen"
-    tiers = {family.tier, of_attention, *_mixer_tiers(recognised)}
-    tier = next(tier for tier in reversed(TIERS) if tier in tiers)
+    of_mixers = mixer_tiers(recognised)
+    tier = next(tier for tier in reversed(TIERS) if tier in (family.tier, of_attention, *of_mixers))
     if options.strict and (tier != "fast" or recognised.skipped):
-        why = "; ".join(f"{what}: {reason}" for what, reason in recognised.skipped) or (
+        reasons = [*(f"{what}: {reason}" for what, reason in recognised.skipped), *of_mixers.get("re-padded mixer", [])]
+        why = "; ".join(reasons) or (
             f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
         )
         raise PatchError(f"strict=True, but not every layer is on the fast tier: {why}.")
@@ -213,7 +214,7 @@ def _make_runtime(
     # an unknown forward of a layer may drop the packing keyword, and the mask with it
     context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
     graphs = offload = None
-    if options.graphs == "auto" and (context is None or _packs_mixers(recognised)):
+    if options.graphs == "auto" and (context is None or packs_mixers(recognised)):
         from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy
 
         graphs = GraphRunner()
@@ -233,20 +234,6 @@ def _make_runtime(
         sharing=PrefixSharing(never=not_shared) if options.share_prefixes == "auto" else None,
         composite=composite,
     )
-
-
-def _mixer_tiers(recognised: Recognised) -> set[Tier]:
-    """Return the tiers of the backbone's mixers, as they are before the patch."""
-    family = recognised.family
-    own = ((module, own_class(module, family) or "") for module in recognised.backbone.modules())
-    return {mixer_tier(module, family.mixers[name]) for module, name in own if name in family.mixers}
-
-
-def _packs_mixers(recognised: Recognised) -> bool:
-    """Return whether recurrences and convolutions, all on packed tokens, are all that reads the packing context."""
-    family = recognised.family
-    others = family.drops_packing or family.repadded or recognised.replaced_layers
-    return family.packs_mixers and not others and "re-padded mixer" not in _mixer_tiers(recognised)
 
 
 def _plan_model(

@@ -14,6 +14,7 @@ from fastpack.families.spec import TIERS, Tier
 from fastpack.layers.mixers.forward import mixer_notes, mixer_tier
 from fastpack.layers.read_projection import linear_sizes
 from fastpack.patching.changes import carries_ours, contexts_of
+from fastpack.patching.recognise import Recognised, own_class
 from fastpack.utils.modules import share_per_token
 from fastpack.utils.protocols import ConfigLike
 
@@ -119,3 +120,21 @@ def _multiplications(module: nn.Module, config: ConfigLike) -> float:
             continue
         total += weight.numel() * share_per_token(weight, config) if weight.ndim > 1 else 0
     return total
+
+
+def mixer_tiers(recognised: Recognised) -> dict[Tier, list[str]]:
+    """Return the tiers of the backbone's mixers, as they are before the patch, each with notes for the report."""
+    family = recognised.family
+    own = ((module, own_class(module, family) or "") for module in recognised.backbone.modules())
+    tiers: dict[Tier, list[str]] = {}
+    for module, spec in ((module, family.mixers[name]) for module, name in own if name in family.mixers):
+        notes = tiers.setdefault(mixer_tier(module, spec), [])
+        notes += [note for note in mixer_notes(module, spec) if note not in notes]
+    return tiers
+
+
+def packs_mixers(recognised: Recognised) -> bool:
+    """Return whether recurrences and convolutions, all on packed tokens, are all that reads the packing context."""
+    family = recognised.family
+    others = family.drops_packing or family.repadded or recognised.replaced_layers
+    return family.packs_mixers and not others and "re-padded mixer" not in mixer_tiers(recognised)

@@ -77,7 +77,7 @@ def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]
     for a module that is not checkpointed.
     """
     function = module.__dict__.get("_gradient_checkpointing_func")
-    if isinstance(function, WrappedCheckpointing):
+    while isinstance(function, WrappedCheckpointing):
         function = function.stock
     if function is None:
         return ""

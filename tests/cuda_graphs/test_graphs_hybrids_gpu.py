@@ -16,6 +16,8 @@ pytestmark = pytest.mark.gpu
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "kimi_linear", "bamba", "nemotron_h", "lfm2")
 BOUND = 2e-4
 """Recurrences round to float32 from chunk to chunk, and a bucket has others."""
+HALF_BOUND = 0.1
+"""By norms. Both runs round to bfloat16, and a few tokens may go to other experts."""
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
@@ -42,7 +44,9 @@ def test_experts_between_recurrences_in_bf16() -> None:
     fastpack.patch(plain)
     graphed(model)
     for lengths in (SMALL, LARGE, SMALL):
-        ours, want = step(model, lengths), step(plain, lengths)
-        assert abs(float(ours.loss - want.loss)) <= 2e-2 * float(want.loss)
+        error = compare(step(model, lengths), step(plain, lengths), half=True)
+        assert max(error.logits, error.grads) <= HALF_BOUND, error
+    other = run_batch(plain, make_sequences(VOCAB, SMALL, seed=1), "padded right")
+    assert compare(step(model, SMALL), other, half=True).worst > 3 * HALF_BOUND
     stats = runner(model).stats
     assert (stats.replays, sum(stats.eager.values())) == (3, 0), stats

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from fastpack.families.mixer_spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
-from fastpack.layers.mixers.nets import run_net, serves
+from fastpack.layers.mixers.fast import run_fast, serves
 from fastpack.layers.mixers.rows import Rows, repad, row_groups, unpad
 from fastpack.layers.project import fast_forward
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import CHUNKED, SLIDING, masked_size
 from fastpack.ops.autograd import as_row
+from fastpack.ops.implementation import Implementation
 from fastpack.packing.mask import is_mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Forward, Replacement, replaces
@@ -48,9 +49,10 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
 
         if packed_rejects(module, spec, patched.earlier) is None:
             hidden = _hidden(args, kwargs)
-            if spec.net is not None and serves(module, spec.net):
-                return as_row(run_net(module, spec.net, patched.runtime, hidden.squeeze(0), packed))
-            return packed_forward(module, spec, packed, _computed_in(hidden), *args, **kwargs)
+            if spec.fast is not None and serves(module, spec.fast):
+                return as_row(run_fast(module, spec.fast, patched.runtime, hidden.squeeze(0), packed))
+            kernels = patched.runtime.kernels
+            return packed_forward(module, spec, packed, _computed_in(hidden), kernels, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
@@ -80,12 +82,12 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     return unpad(results, groups, what)
 
 
-def fast_net(module: nn.Module) -> Replacement[MixerSpec, Runtime] | None:
-    """Return the replacement of a module that runs as :func:`run_net` on packed tokens, or None."""
+def fast_mixer(module: nn.Module) -> Replacement[MixerSpec, Runtime] | None:
+    """Return the replacement of a module that runs as :func:`run_fast` on packed tokens, or None."""
     patched = fast_forward(module, mixer_forward)
-    if patched is None or patched.spec.net is None or _why_rows(module, patched.spec) is not None:
+    if patched is None or patched.spec.fast is None or _why_rows(module, patched.spec) is not None:
         return None
-    return patched if serves(module, patched.spec.net) else None
+    return patched if serves(module, patched.spec.fast) else None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["fast", "varlen", 
     """Return ``fast`` or ``varlen`` for a module that runs on packed tokens."""
     if _why_rows(module, spec) is not None:
         return "re-padded mixer"
-    return "fast" if spec.net is not None and serves(module, spec.net) else "varlen"
+    return "fast" if spec.fast is not None and serves(module, spec.fast) else "varlen"
 
 
 def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
@@ -110,7 +112,9 @@ def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
     if why is not None:
         return [f"mixers: on rows: {why}"]
     device, dtype = _placed(module)
-    ops = dict.fromkeys(mixer_kernels.names(op, device, dtype) for op in ("conv", spec.scan))
+    forward = module.__dict__.get("forward")
+    kernels: Implementation = forward.runtime.kernels if replaces(forward, mixer_forward) else "auto"
+    ops = dict.fromkeys(mixer_kernels.names(op, device, dtype, kernels) for op in ("conv", spec.scan))
     return [f"mixers: {', '.join(ops)} on packed tokens"]
 
 

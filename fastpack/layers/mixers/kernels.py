@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.ops.delta_rule import delta_chunk
+from fastpack.ops.implementation import Implementation
 from fastpack.ops.short_conv import short_conv
 from fastpack.ops.ssd import CHUNK
 from fastpack.packing.seqlens import PackedSeqLens
@@ -38,6 +39,7 @@ from fastpack.utils.tensors import send
 
 Op = Literal["conv", "gated_delta", "kda", "ssd"]
 Function = Callable[..., Any]
+_FLA, _OWN = "flash-linear-attention", "fastpack"
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,20 @@ class Kernel:
     rejects: Callable[[torch.device], str | None] = lambda device: None
     """Returns why the kernel can't serve on this GPU, or None."""
 
+    def function(self, implementation: Implementation) -> Function:
+        """Return the function; one of our own with the implementation."""
+        function = _function(self.module, self.name)
+        return partial(function, implementation=implementation) if self.package == _OWN else function
+
     def why_not(self, device: torch.device) -> str | None:
         """Return why the kernel can't serve on this device (it may not be installed), or None."""
         absent = _absent(self.module, self.name)
         return absent if absent is not None or device.type != "cuda" else self.rejects(device)
 
 
-def names(op: Op, device: torch.device, dtype: torch.dtype) -> str:
+def names(op: Op, device: torch.device, dtype: torch.dtype, implementation: Implementation = "auto") -> str:
     """Return the name of the package that computes an op, for reports."""
-    return _serving(op, device, dtype).package
+    return _serving(op, device, dtype, implementation).package
 
 
 def packed_conv(
@@ -69,6 +76,7 @@ def packed_conv(
     weight_CW: Tensor,
     bias_C: Tensor | None = None,
     activation: str | None = None,
+    implementation: Implementation = "auto",
 ) -> Tensor:
     """Convolve each channel of each sequence by itself, causally: ``[1, C, T]``.
 
@@ -77,12 +85,14 @@ def packed_conv(
     if activation not in (None, "silu", "swish"):
         from transformers.activations import ACT2FN
 
-        return ACT2FN[activation](packed_conv(packed, x_1CT, weight_CW, bias_C))
-    kernel = _serving("conv", x_1CT.device, x_1CT.dtype)
-    return kernel.run(_function(kernel.module, kernel.name), packed, x_1CT, weight_CW, bias_C, activation)
+        return ACT2FN[activation](packed_conv(packed, x_1CT, weight_CW, bias_C, implementation=implementation))
+    kernel = _serving("conv", x_1CT.device, x_1CT.dtype, implementation)
+    return kernel.run(kernel.function(implementation), packed, x_1CT, weight_CW, bias_C, activation)
 
 
-def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Tensor:
+def packed_recurrence(
+    op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any, implementation: Implementation = "auto"
+) -> Tensor:
     """Run a recurrence in each sequence by itself, chunk by chunk: ``[1, T, H, V]``.
 
     - ``gated_delta``: the gated delta rule. Arguments: q and k ``[1, T, H, K]``; v ``[1, T, H, V]``; g, the logarithm
@@ -92,9 +102,11 @@ def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) 
       Arguments: x ``[1, T, H, V]``; dt ``[1, T, H]`` in float32 (after bias, softplus and limits); A ``[H]``; B and C
       ``[1, T, G, K]``; D ``[H]`` or None; and a chunk size, which some kernels use. The result is in x's dtype
       or float32.
+
+    With ``implementation="torch"``, the definition runs, in plain torch.
     """
-    kernel = _serving(op, first.device, first.dtype)
-    return kernel.run(_function(kernel.module, kernel.name), packed, first, *rest)
+    kernel = _serving(op, first.device, first.dtype, implementation)
+    return kernel.run(kernel.function(implementation), packed, first, *rest)
 
 
 def step_sizes(dt: Tensor, bias: Tensor | None, limits: tuple[float, float]) -> Tensor:
@@ -268,8 +280,6 @@ def _hopper_rejects(device: torch.device) -> str | None:
     return f"has wrong gradients on Hopper with Triton {triton.__version__} (3.7.1 fixes it)"
 
 
-_FLA, _OWN = "flash-linear-attention", "fastpack"
-
 KERNELS: dict[Op, tuple[Kernel, ...]] = {
     "conv": (
         Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", _run_conv_cuda),
@@ -299,9 +309,9 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
 # The installed kernels, and the ops that they serve.
 
 
-def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel:
+def _serving(op: Op, device: torch.device, dtype: torch.dtype, implementation: Implementation = "auto") -> Kernel:
     *others, ours = KERNELS[op]
-    others = others if _others_serve(device, dtype) else []
+    others = others if implementation != "torch" and _others_serve(device, dtype) else []
     return next((kernel for kernel in others if kernel.why_not(device) is None), ours)
 
 

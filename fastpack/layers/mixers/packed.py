@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from fastpack.families.lock import is_proved, packed_name
 from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.source import forward_hash
 from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence, step_sizes
+from fastpack.ops.implementation import Implementation
 from fastpack.packing.mask import is_mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
@@ -47,7 +48,14 @@ def packed_rejects(module: nn.Module, spec: MixerSpec, stock: Forward | None) ->
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_forward(
-    module: nn.Module, spec: MixerSpec, packed: PackedSeqLens, dtype: torch.dtype, /, *args: Any, **kwargs: Any
+    module: nn.Module,
+    spec: MixerSpec,
+    packed: PackedSeqLens,
+    dtype: torch.dtype,
+    implementation: Implementation,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run the stock forward on ``[1, T, ...]``, each sequence by itself, with kernels chosen for ``dtype``."""
     arguments = {
@@ -55,7 +63,8 @@ def packed_forward(
     }
     assert spec.scan is not None
     functions = {"causal_conv1d_fn": _conv, **_SCANS[spec.scan]}
-    forward = _over(type(module).forward, {name: functools.partial(f, packed, dtype) for name, f in functions.items()})
+    batch = _Batch(packed, dtype, implementation)
+    forward = _over(type(module).forward, {name: functools.partial(f, batch) for name, f in functions.items()})
     return forward(module, *map(_argument, args), **arguments)
 
 
@@ -83,22 +92,29 @@ def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> 
 # Fastpack's functions for these names. They take transformers' arguments; those for caches are unused here.
 
 
+class _Batch(NamedTuple):
+    """The lengths of a batch, the dtype that it is computed in, and the implementation of its kernels."""
+
+    packed: PackedSeqLens
+    dtype: torch.dtype
+    implementation: Implementation
+
+
 def _conv(
-    packed: PackedSeqLens,
-    dtype: torch.dtype,
+    batch: _Batch,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    return packed_conv(packed, _narrowed(hidden_states, dtype), weight, bias, activation)
+    x = _narrowed(hidden_states, batch.dtype)
+    return packed_conv(batch.packed, x, weight, bias, activation, batch.implementation)
 
 
 def _delta(
     op: Op,
-    packed: PackedSeqLens,
-    dtype: torch.dtype,
+    batch: _Batch,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,13 +126,13 @@ def _delta(
     **_: Any,
 ) -> tuple[Tensor, None]:
     _stateless(initial_state, output_final_state)
-    query, key, value = (_narrowed(x, dtype) for x in (query, key, value))
-    return packed_recurrence(op, packed, query, key, value, g, beta, use_qk_l2norm_in_kernel), None
+    query, key, value = (_narrowed(x, batch.dtype) for x in (query, key, value))
+    arguments = (query, key, value, g, beta, use_qk_l2norm_in_kernel)
+    return packed_recurrence(op, batch.packed, *arguments, implementation=batch.implementation), None
 
 
 def _ssd(
-    packed: PackedSeqLens,
-    dtype: torch.dtype,
+    batch: _Batch,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -140,11 +156,12 @@ def _ssd(
             "Mamba-2's scan got steps without softplus, which packed mixers don't support; please report it."
         )
     dt = step_sizes(dt, dt_bias, dt_limit)
-    x, B, C = (_narrowed(y, dtype) for y in (hidden_states, B, C))
-    return packed_recurrence("ssd", packed, x, dt, A, B, C, D, chunk_size)
+    x, B, C = (_narrowed(y, batch.dtype) for y in (hidden_states, B, C))
+    arguments = (x, dt, A, B, C, D, chunk_size)
+    return packed_recurrence("ssd", batch.packed, *arguments, implementation=batch.implementation)
 
 
-def _not_fused(packed: PackedSeqLens, dtype: torch.dtype, /, *_: Any, **__: Any) -> None:
+def _not_fused(batch: _Batch, /, *_: Any, **__: Any) -> None:
     """Return None: the forward then runs convolution, scan and output one by one. Fused, they would skip LoRA."""
 
 

@@ -231,6 +231,20 @@ def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyP
     assert mixer_tier(mixers_of(model, "bamba")[0], MixerSpec()) == "re-padded mixer"
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "zamba2", "lfm2"])
+def test_plain_torch_runs_no_kernel(model_type: str, kernels: Kernels) -> None:
+    calls = kernels("fla")
+    model = build_tiny(model_type).train()
+    result = run_alone(model)
+    fastpack.patch(model, kernels="torch")
+    assert "mixers: fastpack on packed tokens" in fastpack.report(model).notes
+    assert error(run_packed(model), result) <= BOUND
+    assert not calls.made
+    fastpack.unpatch(model)
+    run_packed(fastpack.patch(model))
+    assert calls.made
+
+
 def in_halves(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.float32
 
@@ -377,6 +391,8 @@ def test_an_unchecked_forward_runs_on_rows(kernels: Kernels, monkeypatch: pytest
         fastpack.unpatch(model)
 
     object.__setattr__(mixer, "forward", forward.__get__(mixer))
+    with pytest.raises(fastpack.PatchError, match=r"strict=True.*another package replaced the forward"):
+        fastpack.patch(model, strict=True)
     fastpack.patch(model)
     assert fastpack.report(model).swapped["re-padded mixer"] == 1
     assert any("another package replaced the forward" in note for note in fastpack.report(model).notes)

@@ -265,11 +265,11 @@ def test_layers_at_real_sizes(model_type: str, on_rows: bool, monkeypatch: pytes
 
     calls: list[int] = []
 
-    def counted(op: Op, packed: PackedSeqLens, *args: Any) -> Tensor:
+    def counted(op: Op, packed: PackedSeqLens, *args: Any, **options: Any) -> Tensor:
         calls.append(packed.total_tokens)
-        return packed_recurrence(op, packed, *args)
+        return packed_recurrence(op, packed, *args, **options)
 
-    for module in (packed_mixer, importlib.import_module("fastpack.layers.mixers.delta_net")):
+    for module in (packed_mixer, importlib.import_module("fastpack.layers.mixers.fast")):
         monkeypatch.setattr(module, "packed_recurrence", counted)
     model = fastpack.patch(build(model_type, torch.bfloat16))
     print(fastpack.report(model))

@@ -32,10 +32,10 @@ LOST: list[str] = []
 """The tiles that kernels overwrite."""
 
 
-def compiled(source: ASTSource, capability: int, options: dict[str, int]) -> int:
+def compiled(source: ASTSource, capability: int, options: dict[str, int], stages: int | None = None) -> int:
     """Return the shared memory of a kernel, and look for overwritten tiles."""
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    LOST.extend(f"{source.fn.__name__}: {tile}" for tile in overwritten(built))
+    LOST.extend(f"{source.fn.__name__}: {tile}" for tile in overwritten(built, stages))
     return int(built.metadata.shared)
 
 
@@ -55,7 +55,7 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
         if signature[name] != "constexpr" and not name.startswith(("scale", "tokens")):
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    return compiled(source, capability, {"num_warps": warps})
+    return compiled(source, capability, {"num_warps": warps}, constants.get("STAGES"))
 
 
 def with_descriptors(

@@ -20,7 +20,7 @@ from pipelines import overwritten
 
 from fastpack.ops.chunks import Chunks
 from fastpack.ops.delta_rule import EPS, delta_chunk
-from fastpack.ops.kernels import delta_rule, delta_rule_backward, launch
+from fastpack.ops.kernels import delta_rule, delta_rule_backward, delta_rule_channels_backward, launch
 
 LENGTHS = [300, 1, 64]
 
@@ -33,7 +33,8 @@ def measure(
     If ``pipelined``, a kernel whose loop may not be pipelined is.
     """
     if pipelined:
-        delta_rule_backward.OUTPUT_GRADIENTS = replace(delta_rule_backward.OUTPUT_GRADIENTS, stages=2)
+        for module in (delta_rule_backward, delta_rule_channels_backward):
+            module.OUTPUT_GRADIENTS = replace(module.OUTPUT_GRADIENTS, stages=2)
     as_on(capability)
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
     delta_rule.processors = lambda _: 132  # type: ignore[attr-defined]

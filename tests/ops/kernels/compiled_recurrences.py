@@ -23,7 +23,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LENGTHS = [70, 1, 64]
 
 
-def run_ssd(dtype: torch.dtype, heads: int, groups: int, state: int, value: int) -> None:
+def run_ssd(dtype: torch.dtype, heads: int, groups: int, state: int, value: int, stages: int = 1) -> None:
+    ssd_backward.UNPIPELINED = stages
     packed = PackedSeqLens.from_lengths(LENGTHS)
     tokens = packed.total_tokens
     x = torch.zeros(tokens, heads, value, dtype=dtype)

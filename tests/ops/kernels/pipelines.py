@@ -15,8 +15,14 @@ DEFINITION = re.compile(r"\s*(%\w+)(?::\d+)? = (\S+) ?(.*)")
 BUFFERS = re.compile(r"memdesc<(\d+)x\d+x\d+x.*mutable")
 
 
-def overwritten(built: Any) -> list[str]:
-    """Return the tiles of a compiled kernel that have fewer buffers than their loop has stages."""
+def overwritten(built: Any, stages: int | None = None) -> list[str]:
+    """Return the tiles of a compiled kernel that have fewer buffers than their loop has stages.
+
+    Args:
+        built: the kernel.
+        stages: the stages of its loops, if they are not an option of the compiler.
+    """
+    stages = built.metadata.num_stages if stages is None else stages
     found: list[str] = []
     buffers: dict[str, tuple[str, int]] = {}
     loops: list[int] = []
@@ -38,5 +44,5 @@ def overwritten(built: Any) -> list[str]:
                 buffers[name] = buffers[source.group()]
         elif operation == "ttng.warp_group_dot_wait" and loops and "pendings = 0" not in rest:
             operands = (buffers.get(operand) for operand in re.findall(r"%\w+", rest.partition("{")[0]))
-            found += [of[0] for of in operands if of is not None and of[1] < built.metadata.num_stages]
+            found += [of[0] for of in operands if of is not None and of[1] < stages]
     return found

@@ -133,6 +133,9 @@ def test_delta_rule_compiles() -> None:
 
 @pytest.mark.slow
 def test_a_pipelined_loop_that_overwrites_its_tiles_is_caught() -> None:
-    """The kernel of the gradients through the result reads its states into registers, too; see pipelines.py."""
-    (built,) = compiled("compiled_delta_rule.py", [(90, "bfloat16", 128, 128, 2, False, True)])
-    assert {line.partition(":")[0] for line in built["overwritten"]} == {"_output_gradients_kernel"}
+    """Kernels that read their states into registers, too, if their loops are pipelined after all; see pipelines.py."""
+    cases = [(90, "bfloat16", 128, 128, 2, by_channel, True) for by_channel in (False, True)]
+    for built in compiled("compiled_delta_rule.py", cases):
+        assert {line.partition(":")[0] for line in built["overwritten"]} == {"_output_gradients_kernel"}
+    (built,) = compiled("compiled_recurrences.py", [("ssd", 90, "bf16", 128, 1, 128, 64, 3)])
+    assert {line.partition(":")[0] for line in built["overwritten"]} == {"_heads_kernel"}

@@ -18,22 +18,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpack.families.mixer_spec import DeltaNetSpec, GatedConvSpec, KimiDeltaSpec, Mamba2Spec, NetSpec
-from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence, step_sizes
+from fastpack.families.mixer_spec import (
+    DeltaNetSpec,
+    FastMixerSpec,
+    GatedConvSpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    attributes_of,
+)
+from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence, step_sizes
 from fastpack.layers.project import project_modules
 from fastpack.layers.runtime import Runtime
 from fastpack.packing.seqlens import PackedSeqLens
 
 
-def serves(module: Any, spec: NetSpec) -> bool:
+def serves(module: Any, spec: FastMixerSpec) -> bool:
     """Return whether a module has the parts that the spec names; other releases' modules may have others."""
-    return all(hasattr(module, name) for name in spec.parts)
+    return all(hasattr(module, name) for name in attributes_of(spec))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_net(
+def run_fast(
     module: Any,
-    spec: NetSpec,
+    spec: FastMixerSpec,
     runtime: Runtime,
     x: Tensor,
     packed: PackedSeqLens,
@@ -83,7 +90,12 @@ class _Run(NamedTuple):
     def convolve(self, x: Tensor, conv: nn.Conv1d, activation: str | None) -> Tensor:
         """Convolve each channel of ``[T, C]``."""
         weight = conv.weight.squeeze(1)
-        return packed_conv(self.packed, x.t().unsqueeze(0), weight, conv.bias, activation).squeeze(0).t()
+        x = x.t().unsqueeze(0)
+        return packed_conv(self.packed, x, weight, conv.bias, activation, self.runtime.kernels).squeeze(0).t()
+
+    def recur(self, op: Op, first: Tensor, *rest: Any) -> Tensor:
+        """Run a recurrence; see :func:`packed_recurrence` for the arguments."""
+        return packed_recurrence(op, self.packed, first, *rest, implementation=self.runtime.kernels)
 
 
 def _delta_net(run: _Run, spec: DeltaNetSpec, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
@@ -101,9 +113,10 @@ def _delta_net(run: _Run, spec: DeltaNetSpec, x: Tensor, norm: nn.Module | None)
         beta = beta * 2.0
     sizes = (module.head_k_dim, module.head_k_dim, module.head_v_dim)
     q, k, v = (y.unflatten(-1, (-1, size)).unsqueeze(0) for y, size in zip((q, k, v), sizes, strict=True))
-    out = packed_recurrence("gated_delta", run.packed, q, k, v, g.unsqueeze(0), beta.unsqueeze(0), True)
+    out = run.recur("gated_delta", q, k, v, g.unsqueeze(0), beta.unsqueeze(0), True)
     size = module.head_v_dim
-    return getattr(module, spec.norm)(out.reshape(-1, size), z.reshape(-1, size)).view(len(x), -1), x
+    normed = getattr(module, spec.norm)(out.reshape(-1, size), z.reshape(-1, size))
+    return normed.view(len(x), -1), x
 
 
 def _kimi_delta(run: _Run, spec: KimiDeltaSpec, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
@@ -115,7 +128,7 @@ def _kimi_delta(run: _Run, spec: KimiDeltaSpec, x: Tensor, norm: nn.Module | Non
     g = getattr(module, spec.decay)(n.unsqueeze(0))
     heads = (y.unflatten(-1, (-1, module.head_dim)) for y in _heads(run, _side_by_side(parts), [module.qkv_dim] * 3))
     q, k, v = (y.unsqueeze(0) for y in heads)
-    out = packed_recurrence("kda", run.packed, q, k, v, g, b.sigmoid().unsqueeze(0), True)
+    out = run.recur("kda", q, k, v, g, b.sigmoid().unsqueeze(0), True)
     normed = getattr(module, spec.norm)(out, gate.view(out.shape))
     return normed.reshape(len(x), -1), x if norm is not None else n
 
@@ -123,8 +136,11 @@ def _kimi_delta(run: _Run, spec: KimiDeltaSpec, x: Tensor, norm: nn.Module | Non
 def _mamba2(run: _Run, spec: Mamba2Spec, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Return the input of the output projection, and x for the residual addition."""
     module = run.module
-    inputs = x if spec.scale is None else x * getattr(module, spec.scale)
-    (projected,), passed = run.project(["in_proj"], inputs, norm=norm)
+    if spec.scale is None:
+        (projected,), x = run.project(["in_proj"], x, norm=norm)
+    else:
+        n = x if norm is None else norm(x.unsqueeze(0)).squeeze(0)
+        (projected,), _ = run.project(["in_proj"], n * getattr(module, spec.scale))
     dtype = projected.dtype
     if spec.scales is not None:
         projected = projected * getattr(module, spec.scales).flatten()  # a float32 buffer may widen it
@@ -132,9 +148,8 @@ def _mamba2(run: _Run, spec: Mamba2Spec, x: Tensor, norm: nn.Module | None) -> t
     states = module.n_groups * module.ssm_state_size
     sizes = [module.intermediate_size, states, states]
     values, B, C = _heads(run, joined.to(dtype), sizes)
-    scan = packed_recurrence(
+    scan = run.recur(
         "ssd",
-        run.packed,
         values.unflatten(-1, (module.num_heads, -1)).unsqueeze(0),
         step_sizes(dt.unsqueeze(0), module.dt_bias, module.time_step_limit),
         -module.A_log.float().exp(),
@@ -146,7 +161,7 @@ def _mamba2(run: _Run, spec: Mamba2Spec, x: Tensor, norm: nn.Module | None) -> t
     scan, gate = scan.flatten(2), gate.unsqueeze(0)
     has_norm = spec.norm_if is None or getattr(module, spec.norm_if)
     normed = module.norm(scan, gate) if has_norm else scan * F.silu(gate)
-    return normed.squeeze(0).to(dtype), passed if spec.scale is None else x
+    return normed.squeeze(0).to(dtype), x
 
 
 def _gated_conv(run: _Run, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
