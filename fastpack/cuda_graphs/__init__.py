@@ -27,7 +27,7 @@ A batch that can't be replayed runs eagerly and is counted under the reason (:cl
 - while an earlier forward still waits for its backward (two forwards before a backward, as in DPO);
 - with dropout under gradient checkpointing;
 - with hooks on the stack's modules (FSDP, ZeRO-3, accelerate's weight offloading);
-- if the attention kernel needs lengths on the host;
+- if a kernel needs lengths on the host (attention, recurrences in plain torch);
 - if anything waits for the device;
 - if memory is too small for another recording;
 - for models whose layers have enough work to hide their launches.

@@ -53,9 +53,10 @@ class StaticSeqLens(PackedSeqLens):
         return False
 
     def memo(self, key: Any, build: Callable[[], Value]) -> Value:
-        """Return the memo of the mask placeholder or of chunks, which the device computes; raise for any other key.
+        """Return the memo of the mask placeholder or of chunks; raise for any other key.
 
-        Any other value would be built from one batch and kept for the others.
+        These are made of tensors on the device and of the bucket's sizes, so that each replay computes its own. Any
+        other value would be built from one batch and kept for the others.
 
         Raises:
             HostLengthsError: the key is another one.
