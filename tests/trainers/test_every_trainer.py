@@ -25,7 +25,7 @@ from fastpack.trainers.supported import SUPPORTED, TRL_TRIED, trainers_markdown
 NO_PADDING = ("AsyncDistillation",)
 NO_LORA = {
     "trl.experimental.a2po.A2POTrainer": "TRL refuses adapters",
-    "trl.experimental.bema_for_ref_model.DPOTrainer": "TRL's callback builds a second model without adapters, and raises",
+    "trl.experimental.bema_for_ref_model.DPOTrainer": "TRL's callback builds a model without adapters, and raises",
 }
 ROWS = {f"{row.module}.{row.name}": row for row in SUPPORTED}
 tried = pytest.mark.skipif(not trl.__version__.startswith(f"{TRL_TRIED}."), reason="the table is of another TRL")
