@@ -121,8 +121,8 @@ CAPS: Mapping[str, int] = _by_name(
 )
 """The largest value of settings that may also be smaller, or None."""
 
-WINDOWS = frozenset({"sliding_window", "window_size", "local_attention_window_len"})
-"""The names of settings that stay None if the config's value is None, which means no window."""
+OPTIONAL = frozenset({"sliding_window", "window_size", "local_attention_window_len", "q_lora_rank"})
+"""The names of settings that stay None if the config's value is None: no window, or queries without a latent."""
 
 KEYS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
@@ -281,7 +281,7 @@ def _small(config: Any, overrides: Mapping[str, Any], factor: float, *, traits: 
     overrides = {name if name in names else other_names.get(name, name): value for name, value in overrides.items()}
     values = {name: vars(config).get(other_names.get(name, name)) for name in names}
     overrides = {name: _in_the_words_of(values.get(name), value) for name, value in overrides.items()}
-    settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in WINDOWS or values[name] is not None}
+    settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in OPTIONAL or values[name] is not None}
     settings |= {name: min(values[name], CAPS[name]) for name in names & CAPS.keys() if values[name] is not None}
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     settings |= {name: type(n)(0) for name, n in numbers.items() if any(word in name for word in RANDOM)}
