@@ -18,7 +18,7 @@ from fastpack.layers.attention import attend_heads, attention_forward, drop, dro
 from fastpack.layers.mixers.fast import run_fast
 from fastpack.layers.mixers.forward import fast_mixer
 from fastpack.layers.mlp import mlp_block, mlp_forward
-from fastpack.layers.project import fast_forward, project_modules
+from fastpack.layers.project import call_on_row, fast_forward, project_modules
 from fastpack.layers.read_projection import linear_sizes
 from fastpack.layers.runtime import Runtime
 from fastpack.offload import ACTIVATION_SLOT
@@ -213,7 +213,7 @@ def _added(
 ) -> Tensor:
     """Return x plus a branch's output, after the norm, dropout and scale that the family puts after the branch."""
     if norm is not None:
-        out = getattr(layer, norm)(out.unsqueeze(0)).squeeze(0)
+        out = call_on_row(getattr(layer, norm), out)
     if dropout:
         out = dropout(out)
     return x + (out if spec.residual_scale is None else out * getattr(layer, spec.residual_scale))

@@ -87,10 +87,10 @@ def project_modules(
         The outputs ``[T, O_i]``, and x for the residual addition (see :func:`fastpack.ops.linear.projections.project`).
     """
     fused_norm = None if norm is None else read_norm(norm)
-    inputs = x if norm is None or fused_norm is not None else _call(norm, x)
+    inputs = x if norm is None or fused_norm is not None else call_on_row(norm, x)
     group = read_group(modules, inputs, fused_norm)
     if group is None:
-        n = inputs if norm is None or fused_norm is None else _call(norm, x)
+        n = inputs if norm is None or fused_norm is None else call_on_row(norm, x)
         outputs = _one_by_one(modules, n, runtime)
         return ([residual + outputs[0]] if residual is not None else outputs), x
     adds = residual is not None and residual.dtype == group[0].dtype
@@ -114,13 +114,13 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> li
     refuse_rows(modules)
     split = [read_update(module) for module in modules]
     if any(isinstance(parts, str) for parts in split) or not any(parts[1] for parts in split):
-        return [_call(module, n) for module in modules]
+        return [call_on_row(module, n) for module in modules]
     pairs: list[Any] = split
-    bases = [_call(base, n) for base, _ in pairs]
+    bases = [call_on_row(base, n) for base, _ in pairs]
     return add_updates(n, bases, [update for _, update in pairs], runtime.kernels)
 
 
-def _call(module: nn.Module, n: Tensor) -> Tensor:
+def call_on_row(module: nn.Module, n: Tensor) -> Tensor:
     """Call a module on one row ``[1, T, H]``, the shape that its hooks see on every tier."""
     result: Tensor = module(n.unsqueeze(0))
     return result.squeeze(0)

@@ -185,21 +185,26 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
 
 def _refuse_options(options: PatchOptions, recognised: Recognised, not_shared: str | None) -> None:
     """Raise if this model can't meet ``strict``, or ``share_prefixes`` for the reason ``not_shared``."""
-    family, specs = recognised.family, recognised.specs
-    of_attention: Tier = "fast" if all(name in specs for name in family.attention) else "varlen"
-    of_mixers = mixer_tiers(recognised)
-    tier = next(tier for tier in reversed(TIERS) if tier in (family.tier, of_attention, *of_mixers))
-    if options.strict and (tier != "fast" or recognised.skipped):
-        reasons = [*(f"{what}: {reason}" for what, reason in recognised.skipped), *of_mixers.get("re-padded mixer", [])]
-        why = "; ".join(reasons) or (
-            f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
-        )
-        raise PatchError(f"strict=True, but not every layer is on the fast tier: {why}.")
+    if options.strict:
+        _refuse_slower_tiers(recognised)
     if not_shared is not None:
         raise PatchError(
             f"share_prefixes={options.share_prefixes!r} can't be exact for {type(recognised.backbone).__name__}: "
             f"{not_shared}. Leave the option out. Nothing was changed."
         )
+
+
+def _refuse_slower_tiers(recognised: Recognised) -> None:
+    """Raise unless every layer runs on the fast tier."""
+    family, specs = recognised.family, recognised.specs
+    of_attention: Tier = "fast" if all(name in specs for name in family.attention) else "varlen"
+    of_mixers = mixer_tiers(recognised)
+    tier = next(tier for tier in reversed(TIERS) if tier in (family.tier, of_attention, *of_mixers))
+    if tier == "fast" and not recognised.skipped:
+        return
+    reasons = [*(f"{what}: {reason}" for what, reason in recognised.skipped), *of_mixers.get("re-padded mixer", [])]
+    why = "; ".join(reasons) or f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
+    raise PatchError(f"strict=True, but not every layer is on the fast tier: {why}.")
 
 
 def _make_runtime(

@@ -27,7 +27,7 @@ from fastpack.families.mixer_spec import (
     attributes_of,
 )
 from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence, step_sizes
-from fastpack.layers.project import project_modules
+from fastpack.layers.project import call_on_row, project_modules
 from fastpack.layers.runtime import Runtime
 from fastpack.packing.seqlens import PackedSeqLens
 
@@ -122,7 +122,7 @@ def _delta_net(run: _Run, spec: DeltaNetSpec, x: Tensor, norm: nn.Module | None)
 def _kimi_delta(run: _Run, spec: KimiDeltaSpec, x: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Return the input of the output projection, and x for the residual addition."""
     module = run.module
-    n = x if norm is None else norm(x.unsqueeze(0)).squeeze(0)  # the decay's module reads it, too
+    n = x if norm is None else call_on_row(norm, x)  # the decay's module reads it, too
     (*parts, b, low), n = run.project([*spec.inner, spec.gate[0]], n)
     (gate,), _ = run.project([spec.gate[1]], low)
     g = getattr(module, spec.decay)(n.unsqueeze(0))
@@ -139,7 +139,7 @@ def _mamba2(run: _Run, spec: Mamba2Spec, x: Tensor, norm: nn.Module | None) -> t
     if spec.scale is None:
         (projected,), x = run.project(["in_proj"], x, norm=norm)
     else:
-        n = x if norm is None else norm(x.unsqueeze(0)).squeeze(0)
+        n = x if norm is None else call_on_row(norm, x)
         (projected,), _ = run.project(["in_proj"], n * getattr(module, spec.scale))
     dtype = projected.dtype
     if spec.scales is not None:
