@@ -58,22 +58,26 @@ class Mamba2Spec:
         scales: the name of the factors on the results of the first projection, or None.
         norm_if: the name of the attribute that says whether there is a norm; without one, the scan's result is
             multiplied by the activated gate alone. None if there always is.
+        out: the name of the output projection.
     """
 
-    FIXED: ClassVar[tuple[str, ...]] = (
-        *("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj"),
-        "time_step_limit",
-    )
+    FIXED: ClassVar[tuple[str, ...]] = ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "time_step_limit")
     scale: str | None = None
     scales: str | None = None
     norm_if: str | None = None
+    out: str = "out_proj"
 
 
 @dataclass(frozen=True)
 class GatedConvSpec:
-    """A short convolution between two gates (LFM2): ``out_proj(C conv(B x))`` with ``B, C, x = in_proj(input)``."""
+    """A short convolution between two gates (LFM2): ``out_proj(C conv(B x))`` with ``B, C, x = in_proj(input)``.
 
-    FIXED: ClassVar[tuple[str, ...]] = ("in_proj", "conv", "out_proj")
+    Attributes:
+        out: the name of the output projection.
+    """
+
+    FIXED: ClassVar[tuple[str, ...]] = ("in_proj", "conv")
+    out: str = "out_proj"
 
 
 FastMixerSpec = DeltaNetSpec | KimiDeltaSpec | Mamba2Spec | GatedConvSpec

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fastpack.families.mixer_spec import (
     DeltaNetSpec,
     FastMixerSpec,
-    GatedConvSpec,
     KimiDeltaSpec,
     Mamba2Spec,
     attributes_of,
@@ -68,8 +67,7 @@ def run_fast(
         mixed, x = _mamba2(run, spec, x, norm)
     else:
         mixed, x = _gated_conv(run, x, norm)
-    out = "out_proj" if isinstance(spec, Mamba2Spec | GatedConvSpec) else spec.out
-    (result,), _ = run.project([out], mixed, residual=x if residual else None)
+    (result,), _ = run.project([spec.out], mixed, residual=x if residual else None)
     return result
 
 
