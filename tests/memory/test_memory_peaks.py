@@ -151,6 +151,9 @@ MEASURED = {
     "8B, one sequence of 65,536": ("llama8b", QLORA, 65_536, False, 16.7),
     "8B, one sequence of 98,304": ("llama8b", QLORA, 98_304, False, 21.7),
     "8B, one sequence of 118,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 118_000, True, 19.09),
+    "8B, one sequence of 231,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 231_000, True, 32.14),
+    "8B, one sequence of 288,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 288_000, True, 38.72),
+    "8 layers, one sequence of 450,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 450_000, True, 54.87),
     "GRPO, Qwen3-8B": ("qwen3-8b", replace(QLORA, rank=16), 92_500, True, 13.5),
     "GRPO, Qwen2-1.5B": ("qwen2-1.5b", replace(FULL, offload=None), 36_700, True, 13.72),
     "GRPO, Qwen2-1.5B without tiles": ("qwen2-1.5b", replace(FULL, offload=None), 36_700, False, 15.24),
@@ -169,7 +172,10 @@ def test_measured_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, settings, tokens, tiled, gib = MEASURED[name]
     if not tiled:
         monkeypatch.setattr(decoder, "TILE_BYTES", 2**50)
-    sizes = read_sizes(make_config(shape))
+    config = make_config(shape)
+    if name.startswith("8 layers"):
+        config.num_hidden_layers = 8
+    sizes = read_sizes(config)
     longest = SHORT if settings.attention == OURS else None
     assert step.peak(sizes, settings, tokens, longest)[1] / 2**30 == pytest.approx(gib, rel=0.05)
     assert step.peak(sizes, settings, tokens * 2, longest)[1] / 2**30 != pytest.approx(gib, rel=0.05), "control"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from adapter_cases import with_lora
 from op_checks import count_calls
-from oracle import compare, make_sequences, run_alone, run_batch
+from oracle import Error, compare, make_sequences, run_alone, run_batch
 
 import fastpack
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.registry import FAMILIES
 from fastpack.layers import decoder, project
-from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers import packed
 from fastpack.ops import delta_rule
 from fastpack.ops.linear.operands import Norm
@@ -35,16 +32,22 @@ for _name in RULES:  # transformers looks for kernels when it imports these
     importlib.import_module(FAMILIES[_name].module)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches: Any = (mixer_kernels._absent, mixer_kernels._function)
-    for name in ("fla", "causal_conv1d"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_installed")
+
+
+class Patched:
+    """A tiny model, patched in training mode, and what its sequences gave alone before."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.train()
+        vocab = model.config.get_text_config().vocab_size
+        self.sequences = make_sequences(vocab, LENGTHS)
+        self._alone = run_alone(model, self.sequences)
+        fastpack.patch(model)
+
+    def error(self) -> Error:
+        """Return the error of the sequences packed."""
+        return compare(run_batch(self.model, self.sequences, "packed_seq_lens"), self._alone)
 
 
 def test_the_families() -> None:
@@ -54,51 +57,40 @@ def test_the_families() -> None:
 
 @pytest.mark.parametrize("model_type", RULES)
 def test_packed_on_a_cpu(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = build_tiny(model_type).train()
-    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
-    alone = run_alone(model, sequences)
-    fastpack.patch(model)
-    report = fastpack.report(model)
-    layers = sum(type(m).__name__ in FAMILIES[model_type].mixers for m in model.modules())
+    case = Patched(build_tiny(model_type))
+    report = fastpack.report(case.model)
+    layers = sum(type(m).__name__ in FAMILIES[model_type].mixers for m in case.model.modules())
     tier = FAMILIES[model_type].tier
     assert (report.tier, report.unpadded, report.swapped["packed mixer"]) == (tier, 1, layers)
     assert (tier == "fast") is (model_type in NAMED or model_type == "qwen3_5_moe_text")
     assert "mixers: fastpack on packed tokens" in report.notes
 
     calls = count_calls(monkeypatch, delta_rule, "_definition")
-    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
+    assert case.error().worst <= BOUND
     assert len(calls) == layers
     assert all(len(call[0]) == sum(LENGTHS) for call in calls), "no padding"
-    assert max(error.logits, error.loss, error.grads) <= BOUND
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", NAMED)
 def test_packed_on_a_gpu(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, which no other package computes exactly."""
-    model: Any = build_tiny(model_type).train().cuda()
-    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
-    alone = run_alone(model, sequences)
-    fastpack.patch(model)
+    case = Patched(build_tiny(model_type).cuda())
     kernels = importlib.import_module("fastpack.ops.kernels.delta_rule")
     calls = count_calls(monkeypatch, kernels, "forward")
-    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
+    assert case.error().worst <= 5 * BOUND, "the tiny model's own error is near 1e-4"
     assert calls
-    assert max(error.logits, error.loss, error.grads) <= 5 * BOUND, "the tiny model's own error is near 1e-4"
 
 
 @pytest.mark.parametrize("model_type", NAMED)
 def test_a_dropped_boundary_is_caught(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = build_tiny(model_type).train()
-    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
-    alone = run_alone(model, sequences)
-    fastpack.patch(model)
+    case = Patched(build_tiny(model_type))
     leaky = PackedSeqLens.from_lengths([sum(LENGTHS)])
     monkeypatch.setattr(PackedSeqLens, "chunks", lambda self, size: _chunks(leaky, size))
-    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
+    error = case.error()
     assert min(error.logits, error.grads) > 100 * BOUND
     with pytest.raises(fastpack.ContaminationError):
-        fastpack.verify(model)
+        fastpack.verify(case.model)
 
 
 _chunks = PackedSeqLens.chunks
@@ -122,18 +114,14 @@ def test_projections_with_lora_are_fused(
     model_type: str, reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that share an input are one op; the stock forward of the module does not run."""
-    model: Any = with_lora(build_tiny(model_type), target_modules=LINEARS[model_type][0])
-    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
-    alone = run_alone(model, sequences)
-    fastpack.patch(model)
-    nets = [m for m in model.modules() if type(m).__name__ in FAMILIES[model_type].mixers]
+    case = Patched(with_lora(build_tiny(model_type), target_modules=LINEARS[model_type][0]))
+    nets = [m for m in case.model.modules() if type(m).__name__ in FAMILIES[model_type].mixers]
     if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
+        case.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        case.model.enable_input_require_grads()
     groups = count_calls(monkeypatch, project, "project")
     stock = count_calls(monkeypatch, packed, "packed_forward")
-    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
-    assert max(error.logits, error.loss, error.grads) <= BOUND
+    assert case.error().worst <= BOUND
     runs = len(nets) * (1 if reentrant is None else 2)
     sizes = [sum(each.lora is not None for each in group) for _, group, *_ in groups]
     assert sorted(size for size in sizes if size) == sorted(LINEARS[model_type][1] * runs)
@@ -151,15 +139,11 @@ NORMED = {
 @pytest.mark.parametrize("model_type", NORMED)
 def test_a_layer_fuses_its_norms(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm before the mixer, and the residual addition after it, are parts of projections."""
-    model: Any = build_tiny(model_type).train()
-    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
-    alone = run_alone(model, sequences)
-    fastpack.patch(model)
+    case = Patched(build_tiny(model_type))
     mixer, norm, out = NORMED[model_type]
-    layer = next(m for m in model.modules() if hasattr(m, mixer))
+    layer = next(m for m in case.model.modules() if hasattr(m, mixer))
     groups = count_calls(monkeypatch, project, "project")
-    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
-    assert max(error.logits, error.loss, error.grads) <= BOUND
+    assert case.error().worst <= BOUND
     weights = {getattr(layer, norm).weight.data_ptr(), getattr(getattr(layer, mixer), out).weight.data_ptr()}
     normed = {each.weight.data_ptr() for call in groups for each in call if isinstance(each, Norm)}
     added = {group[0].weight.data_ptr() for _, group, _, residual, *_ in groups if residual is not None}
@@ -179,11 +163,8 @@ def test_every_layer_is_fast(model_type: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2"])
 def test_checkpointed_layers_run_as_in_other_families(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLPs may run in tiles, and the recomputation leaves out the last projection's result, which nobody reads."""
-    model: Any = build_tiny(model_type).train()
-    sequences = make_sequences(model.config.vocab_size, LENGTHS)
-    alone = run_alone(model, sequences)
-    fastpack.patch(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    case = Patched(build_tiny(model_type))
+    case.model.gradient_checkpointing_enable({"use_reentrant": False})
     asked: list[tuple[bool, bool]] = []
     block = decoder.mlp_block
 
@@ -192,7 +173,6 @@ def test_checkpointed_layers_run_as_in_other_families(model_type: str, monkeypat
         return block(*args, **options)
 
     monkeypatch.setattr(decoder, "mlp_block", seen)
-    error = compare(run_batch(model, sequences, "packed_seq_lens"), alone)
-    assert max(error.logits, error.loss, error.grads) <= BOUND
-    layers = len(model.model.layers)
+    assert case.error().worst <= BOUND
+    layers = len(case.model.model.layers)
     assert sorted(asked) == [(False, True)] * layers + [(True, True)] * layers

@@ -7,7 +7,7 @@ import importlib
 import itertools
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import fake_mixers
@@ -48,18 +48,7 @@ WITH_SCAN = [name for name, scan in COVERED.items() if scan != "conv"]
 Kernels = Callable[..., Calls]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("fla", "mamba_ssm", "causal_conv1d"):
-        monkeypatch.setitem(sys.modules, name, None)
-    _forget()
-    yield
-    _forget()
-
-
-def _forget() -> None:
-    mixer_kernels._absent.cache_clear()  # type: ignore[attr-defined]
-    mixer_kernels._function.cache_clear()
+pytestmark = pytest.mark.usefixtures("nothing_installed")
 
 
 @pytest.fixture
@@ -229,6 +218,28 @@ def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyP
     model = fastpack.patch(build_tiny("bamba"))
     assert "mixers: fastpack on packed tokens" in fastpack.report(model).notes
     assert mixer_tier(mixers_of(model, "bamba")[0], MixerSpec()) == "re-padded mixer"
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_the_faster_delta_rule_serves(hopper: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours on Hopper, unless torch.compile traces; then fla's, where its gates are right."""
+    pytest.importorskip("triton")
+    kernels("fla")
+    monkeypatch.setattr(mixer_kernels, "_others_serve", in_halves)
+    monkeypatch.setattr(mixer_kernels, "_on_hopper", lambda device: hopper)
+    monkeypatch.setattr("triton.__version__", "3.7.1")
+    ops: tuple[mixer_kernels.Op, ...] = ("gated_delta", "kda", "ssd", "conv")
+
+    def serving() -> list[str]:
+        mixer_kernels._gates_are_wrong.cache_clear()  # it holds for one Triton
+        return [mixer_kernels.names(op, torch.device("cuda"), torch.bfloat16) for op in ops]
+
+    fla, own = "flash-linear-attention", "fastpack"
+    assert serving() == ([own, own, fla, fla] if hopper else [fla] * 4)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    assert serving() == [fla] * 4
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    assert serving() == ([fla, fla, own, fla] if hopper else [fla] * 4), "the stand-ins have no chunk_gla"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "zamba2", "lfm2"])
