@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from typing import Any, Literal, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.layers.stock_attention import describe_parallelism, sequence_parallelism
 from fastpack.memory.fit import RESERVE, Fit, fit_card
 from fastpack.memory.settings import FitAttention, FitLoss, Mode, TrainingSettings
 from fastpack.memory.sizes import read_sizes
@@ -35,14 +33,18 @@ from fastpack.patching.options import (
     not_a_choice,
 )
 from fastpack.patching.report import PatchReport
-from fastpack.patching.state import BUDGET, FUSED_LOSS, options_of, trainer_record
+from fastpack.patching.state import BUDGET, FUSED_LOSS, SPREAD, options_of, trainer_record
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
+from fastpack.trainers.context_parallel import context_mesh_of, plan_spread
 from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.trainers.supported import refuse_by_name
 from fastpack.trainers.weight_sync import note_on_weight_sync
 from fastpack.utils.replacement import do_nothing
 from fastpack.utils.versions import check_versions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["fit", "patch", "patched", "report", "unpatch", "verify"]
 T = TypeVar("T")
@@ -58,6 +60,7 @@ def patch(
     loss: Loss = None,
     offload: Offload = None,
     share_prefixes: SharePrefixes = None,
+    context_mesh: DeviceMesh | None = None,
     strict: bool = False,
     verify: bool = False,
     max_tokens: int | TokenBudget | None = None,
@@ -140,13 +143,14 @@ def patch(
     model's quantizer says that it can.
 
     **Limits.** The following are refused with a message that names them, at the patch or at a batch: context and
-    sequence parallelism; attention or mask functions that are not transformers' own; images of Mllama and GIT, images
-    and audio of Phi-4-multimodal; PEFT methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA,
-    ``adapter_names``); and packed batches where PEFT puts virtual tokens before each row. Prefix tuning runs the stock
-    forward. The fast forwards can be differentiated once, and only by autograd: a penalty on gradients raises, and so
-    does ``torch.func.grad``. LLM.int8 (with a threshold above 0) and VeLoRA compute over the whole batch in the stock
-    model, too; the report says that they are not isolated. With LongRoPE and dynamic NTK, each sequence gets the
-    frequencies of its own length; the stock model gives all sequences of a padded batch those of the longest one.
+    sequence parallelism of other packages, but see ``context_mesh``; attention or mask functions that are not
+    transformers' own; images of Mllama and GIT, images and audio of Phi-4-multimodal; PEFT methods that read the rows
+    of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and packed batches where PEFT puts virtual tokens
+    before each row. Prefix tuning runs the stock forward. The fast forwards can be differentiated once, and only by
+    autograd: a penalty on gradients raises, and so does ``torch.func.grad``. LLM.int8 (with a threshold above 0) and
+    VeLoRA compute over the whole batch in the stock model, too; the report says that they are not isolated. With
+    LongRoPE and dynamic NTK, each sequence gets the frequencies of its own length; the stock model gives all sequences
+    of a padded batch those of the longest one.
 
     **Undo.** :func:`unpatch` restores the model exactly. :func:`patched` does so at the end of a ``with`` block. The
     patch is kept on the model, and survives ``copy.deepcopy``, pickling and PEFT.
@@ -206,6 +210,17 @@ def patch(
             prefixes needs the token ids on the host. If the model reads the lengths from the batch, the ids come in the
             same copy. If the collator is fastpack's, or wrapped by :func:`fastpack.with_packed_seq_lens`, it has
             already found the prefixes. Otherwise the host waits for the device once a batch.
+        context_mesh: A ``DeviceMesh`` of one dimension whose ranks share each batch (context parallelism, by exchange
+            of heads). Every rank gets the same batch, and runs the layers on its share of the tokens; in attention it
+            has all tokens of some heads. The outputs are whole on every rank, and so is the loss. The mean of the
+            ranks' gradients is the gradient of that loss: wrap the model in DDP or FSDP2 over these ranks (and those
+            of other batches), or average the gradients. Batches that differ between the ranks raise on each of them.
+            Recurrences exchange heads, too. It works for models whose layers all run on packed tokens and whose heads
+            can be divided by the ranks, and not together with ``graphs``, ``share_prefixes`` or ``torch.compile``. For
+            a trainer leave it out, and pass ``parallelism_config=accelerate.ParallelismConfig(cp_size=...)`` among the
+            trainer's arguments: accelerate then gives each group the same batches, and the patched model spreads them
+            instead of torch's context parallelism, with windows, packed sequences and DPO as well. A reference model
+            that TRL shards has to be patched before, over a mesh of the same ranks with the name ``cp``.
         strict: Raise unless every layer is on the fast tier.
         verify: Run :func:`fastpack.verify` on the patched model, and unpatch the model again if this check fails.
         max_tokens: For trainers of transformers and TRL: fill each micro-batch with at most this number of tokens,
@@ -236,7 +251,15 @@ def patch(
         FastpackWarning: A test with a tiny twin showed that a class of the family computes something other than the
             class on which fastpack was proved. The class keeps its own forward.
     """
-    options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
+    mesh = context_mesh_of(target)
+    if mesh is None and context_mesh is not None and not isinstance(target, nn.Module):
+        raise PatchError(
+            f"context_mesh was passed with a {type(target).__name__}, whose data loader gives each rank other batches. "
+            "Give the trainer's arguments parallelism_config=accelerate.ParallelismConfig(cp_size=...) instead, and "
+            "leave context_mesh out. Nothing was changed."
+        )
+    mesh = mesh or context_mesh
+    options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, mesh, strict)
     options.check()
     if not isinstance(verify, bool):
         raise not_a_choice("verify", verify, (False, True))
@@ -244,11 +267,11 @@ def patch(
     check_versions(packages_of(target))
     refuse_by_name(target)
     _refuse_model_init(target, options)
-    _refuse_spread_sequences(target)
-    set_up = _plan_trainer(target, loss, max_tokens)
+    set_up, spread = _plan_trainer(target, loss, max_tokens), plan_spread(target, mesh)
     for plan in plan_all(models, options, match_by_twin):
         apply(plan, options)
     set_up()
+    spread()
     if verify:
         with ExitStack() as on_failure:
             on_failure.callback(unpatch, target)
@@ -265,14 +288,6 @@ def _refuse_model_init(target: Any, options: PatchOptions) -> None:
             "patch of the present model is lost. Patch the new model inside model_init, with these options: "
             "model_init=lambda: fastpack.patch(...)."
         )
-
-
-def _refuse_spread_sequences(target: object) -> None:
-    """Raise if a trainer's accelerator splits each sequence over several processes."""
-    spread = sequence_parallelism(getattr(getattr(target, "accelerator", None), "parallelism_config", None))
-    if spread is not None:
-        whose = f"the accelerator of this {type(target).__name__}"
-        raise PatchError(f"{describe_parallelism(spread, whose)} Nothing was changed.")
 
 
 def unpatch(target: T) -> T:
@@ -293,6 +308,7 @@ def unpatch(target: T) -> T:
     for model in models_of(target):
         restore(model)
     _plan_trainer(target, None, None)()
+    plan_spread(target, None)()
     return target
 
 
@@ -316,15 +332,17 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
     """
     before = [(model, options_of(model)) for model in models_of(target)]
     budget, fused = trainer_record(target, BUDGET), trainer_record(target, FUSED_LOSS)
+    mesh = None if trainer_record(target, SPREAD) is None else context_mesh_of(target)
     try:
         yield patch(target, **options)
     finally:
         _plan_trainer(target, None if fused is None else "fused", None if budget is None else budget.budget)()
+        plan_spread(target, mesh)()
         for model, earlier in before:
             if earlier is None:
                 unpatch(model)
             else:
-                patch(model, **asdict(earlier))
+                patch(model, **vars(earlier))
 
 
 def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:

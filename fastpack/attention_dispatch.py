@@ -17,8 +17,10 @@ from torch import Tensor
 from fastpack.backends.call import AttentionCall, AttentionShape, Visibility
 from fastpack.backends.registry import BACKENDS, TRACED, in_order, why_not
 from fastpack.errors import BackendUnavailableError
+from fastpack.ops.exchange import to_heads, to_tokens
 from fastpack.ops.shared_rows import first_copies, spread
 from fastpack.packing.prefixes import SharedTokens
+from fastpack.packing.shards import TokenShards
 
 __all__ = [
     "BACKENDS",
@@ -27,9 +29,11 @@ __all__ = [
     "Visibility",
     "attend",
     "attend_on_copies",
+    "attend_on_heads",
     "choose",
     "choose_for_tree",
     "explain",
+    "heads_reject",
 ]
 
 LEAST_RATIO = 1.5
@@ -82,7 +86,8 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
 
     Args:
         call: queries, keys and values ``[T, heads, dim]``, the lengths of the sequences, and what modifies the
-            scores. If sequences share tokens, the inputs and the result hold each shared token once.
+            scores. If sequences share tokens, the inputs and the result hold each shared token once. If the ranks of a
+            group share the batch, they hold this rank's tokens, and every rank calls this at once.
         attention: ``auto`` or the name of a backend.
 
     Returns:
@@ -98,6 +103,8 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
         torch.Size([8, 4, 16])
     """
     call = _under_autocast(call)
+    if call.packed.shards is not None:
+        return attend_on_heads(call, call.packed.shards, attention)
     shared = call.packed.shared
     if shared is not None:
         name = choose_for_tree(call.shape, shared, attention)
@@ -141,6 +148,41 @@ def attend_on_copies(call: AttentionCall, shared: SharedTokens, attention: str) 
     q = spread(call.q, copies, only_first=True)
     k, v = spread(call.k, copies), spread(call.v, copies)
     return first_copies(attend(replace(call, q=q, k=k, v=v, packed=call.packed.whole), attention), copies)
+
+
+def heads_reject(heads: int, kv_heads: int, ranks: int, *, what: str = "attention") -> str | None:
+    """Return why so many ranks can't have equally many heads each, or None.
+
+    Args:
+        heads: the number of heads of queries, or of channels.
+        kv_heads: the number of heads of keys, each for equally many neighbours of the others.
+        ranks: the size of the group.
+        what: what has these heads, for the message.
+    """
+    fit = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if ranks in fit:
+        return None
+    allowed = f"{', '.join(map(str, fit))} ranks" if fit else "no group of ranks"
+    numbers = f"{heads} heads" if heads == kv_heads else f"{heads} heads, of keys {kv_heads},"
+    return f"{what} of {numbers} can be spread over {allowed}, not {ranks}"
+
+
+def attend_on_heads(call: AttentionCall, shards: TokenShards, attention: str) -> Tensor:
+    """Give each rank all tokens of some heads, attend there, and give each rank its tokens of all heads.
+
+    This is Ulysses (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3). A head of keys that several ranks
+    need goes to each of them.
+    """
+    reason = heads_reject(call.q.shape[1], call.k.shape[1], shards.ranks)
+    if reason is not None:
+        raise BackendUnavailableError(f"{reason}. Pass a context_mesh of such a size.")
+    k, v = call.k, call.v
+    if k.shape[1] < shards.ranks:
+        k, v = (x.repeat_interleave(shards.ranks // x.shape[1], 1) for x in (k, v))
+    q, k, v = to_heads([call.q, k, v], shards.sizes, shards.group)
+    sinks = None if call.sinks is None else call.sinks.chunk(shards.ranks)[shards.rank]
+    out = attend(replace(call, q=q, k=k, v=v, sinks=sinks, packed=call.packed.whole), attention)
+    return to_tokens(out, shards.sizes, shards.rank, shards.group)
 
 
 def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:

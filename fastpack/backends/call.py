@@ -160,7 +160,8 @@ class AttentionCall:
         q: ``[T, H, D]``, contiguous in the last dimension, as k and v are.
         k: ``[T, K, D]``.
         v: ``[T, K, V]``.
-        packed: where sequences begin and end. If sequences share tokens, q, k and v hold each shared token once.
+        packed: where sequences begin and end. If sequences share tokens, q, k and v hold each shared token once; if
+            ranks share the batch, this rank's tokens.
         scale: multiplies the scores.
         sinks: ``[H]`` or None.
         window: as in :class:`Visibility`.
@@ -185,7 +186,7 @@ class AttentionCall:
         """Check the counts of tokens and the window."""
         tokens = (self.q.shape[0], self.k.shape[0], self.v.shape[0])
         packed = self.packed
-        expected = packed.total_tokens if packed.shared is None else packed.shared.total_tokens
+        expected = packed.total_tokens if packed.kept is None else packed.kept.total_tokens
         if any(count != expected for count in tokens):
             raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens has {expected}.")
         if self.window is not None and self.window < 1:

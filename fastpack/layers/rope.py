@@ -59,7 +59,7 @@ def position_scale(module: Any, packed: PackedSeqLens) -> Tensor:
     This is the temperature of Llama 4's attention: the factor is ``1 + beta log(1 + floor(position / length))``.
     """
     rope = module.config.rope_parameters
-    positions = packed.position_ids if packed.shared is None else packed.shared.position_ids
+    positions = packed.position_ids if packed.kept is None else packed.kept.position_ids
     lengths = torch.floor(positions[0] / rope["original_max_position_embeddings"])
     factor: Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + lengths)
     return factor

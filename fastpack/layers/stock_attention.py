@@ -63,11 +63,13 @@ class StockAttention:
             sequence. Another package's function is then allowed, except with several processes, which may share
             sequences.
         usable: names of transformers' own implementations that the model can be set to.
+        spreads: whether the patched model spreads each batch over ranks itself, as accelerate was asked to.
     """
 
     modules: tuple[tuple[Any, str], ...] = ()
     bypassed: bool = False
     usable: tuple[str, ...] = ("eager",)
+    spreads: bool = False
 
     def check(self, afterwards: str = "") -> None:
         """Raise if the stock model would attend by a function that transformers does not ship.
@@ -84,7 +86,7 @@ class StockAttention:
             raise PatchError(f"{reason}{afterwards}")
 
     def _reason(self) -> str | None:
-        reason = accelerates_parallelism()
+        reason = None if self.spreads else accelerates_parallelism()
         if reason is not None or not (self.bypassed or _several_processes()):
             return reason
         sdpa = F.scaled_dot_product_attention
@@ -126,9 +128,10 @@ def sequence_parallelism(config: Any) -> str | None:
 def describe_parallelism(spread: str, whose: str) -> str:
     """Return why a model can't run with ``spread``, which :func:`sequence_parallelism` returned for ``whose``."""
     kind = "context" if spread.startswith("cp") else "sequence"
+    mend = "patch the whole trainer, or pass its mesh as context_mesh" if kind == "context" else _TRAIN_UNPATCHED
     return (
         f"{whose} has {spread}: {kind} parallelism spreads each sequence over processes, and a patched model would "
-        f"attend only to this process's part. Leave {spread.partition('=')[0]} at 1, or {_TRAIN_UNPATCHED}."
+        f"attend only to this process's part. Leave {spread.partition('=')[0]} at 1, or {mend}."
     )
 
 

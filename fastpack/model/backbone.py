@@ -32,7 +32,7 @@ from fastpack.model.checks import (
 )
 from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.model_runtime import ModelRuntime
-from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
+from fastpack.model.outputs import copy_to_all_tokens, put_together, repad_outputs
 from fastpack.model.per_token import PER_TOKEN, kept_arguments
 from fastpack.model.position_axes import position_axes, rotary_positions
 from fastpack.packing.context import PackingContext
@@ -49,7 +49,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
 
     It takes the arguments of the stock forward, and the packing keywords. It returns the stock forward's outputs,
     re-padded: every token in the slot that it came from, and zeros in padding. A re-padded family runs the stock
-    forward on rows of equal length.
+    forward on rows of equal length. If a head has spread the batch over ranks, the last hidden states are those of this
+    rank's tokens, ``[1, U, H]``.
 
     Args:
         patched: the replacement of the backbone's forward.
@@ -97,15 +98,19 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     refuse_unused_blocks(backbone, family, packed)
     refuse_positions(backbone, family, arguments, packed)
     refuse_windows(watch.window, packed)
-    run = packed if sharing is None else sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
-    shared = run.shared
+    run = packed
+    if sharing is not None:
+        run = sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
+    elif runtime.context_parallel is not None and packed.shards is None:
+        run = runtime.context_parallel.spread(arguments, packed)
+    kept = run.kept
     ids, embeddings = _embedded(backbone, arguments, packed)
     as_tuple = wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
-    if shared is not None:
-        ids = None if ids is None else shared.keep_ids(ids)
-        embeddings = None if embeddings is None else shared.keep(embeddings)
-        arguments.update(kept_arguments(arguments, shared))
+    if kept is not None:
+        ids = None if ids is None else kept.keep_ids(ids)
+        embeddings = None if embeddings is None else kept.keep(embeddings)
+        arguments.update(kept_arguments(arguments, kept))
     arguments.update(
         input_ids=ids,
         inputs_embeds=embeddings,
@@ -122,8 +127,10 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     else:
         with nullcontext() if forward_context is None else forward_context(backbone, packed.cu_seqlens.device):
             outputs = stock(**arguments)
-    if shared is not None:
-        outputs = copy_to_all_tokens(outputs, shared)
+    if run.shared is not None:
+        outputs = copy_to_all_tokens(outputs, run.shared)
+    if run.shards is not None:
+        outputs = put_together(outputs, run.shards, hidden=packed.shards is None)
     outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 

@@ -117,7 +117,15 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
     as_tuple = wants_tuple(head, kwargs)
     run: Forward = functools.partial(_call_head, patched)
     if loss is not None and fused:
-        run = functools.partial(fused_head, head, loss, patched.runtime.layers.kernels, token_statistics=statistics)
+        runtime = patched.runtime
+        run = functools.partial(
+            fused_head,
+            head,
+            loss,
+            runtime.layers.kernels,
+            token_statistics=statistics,
+            context_parallel=runtime.context_parallel if runtime.composite is None else None,
+        )
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
         targets = flat["labels"]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec, Spec
 from fastpack.layers.read_projection import read_projection
+from fastpack.model.context_parallel import ContextParallel
 from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
@@ -231,9 +232,12 @@ def fused_head(
     labels: Tensor,
     packed_seq_lens: PackedSeqLens,
     token_statistics: TokenStatistics | None = None,
+    context_parallel: ContextParallel | None = None,
     **arguments: Any,
 ) -> Any:
     """Run a head's forward with a fused loss.
+
+    If ranks share the batch, each computes the loss of its own tokens, and returns the sum over all ranks.
 
     Args:
         head: the head.
@@ -242,6 +246,7 @@ def fused_head(
         labels: int64 ``[B, S]``, with the first label of each sequence ignored.
         packed_seq_lens: the batch's packing.
         token_statistics: the statistics to fill in, or None.
+        context_parallel: the group of ranks that share the batch, or None.
         **arguments: the other arguments of the stock forward.
 
     Returns:
@@ -260,27 +265,40 @@ def fused_head(
         targets = shift_labels.reshape(-1)  # one for every slot, unchanged
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
-    count = _begin_count(targets, ignore_index)
+    num_items, shards, own = arguments.get("num_items_in_batch"), None, targets
+    if context_parallel is not None and _loss_is_a_sum_over_tokens(packed, targets, arguments):
+        packed = context_parallel.spread(arguments, packed)
+        shards = packed.shards
+        assert shards is not None
+        num_items = (targets != ignore_index).sum() if num_items is None else num_items
+        own = shards.keep(targets[None])[0]
+    count = _begin_count(own, ignore_index)
     sums = None if token_statistics is None else torch.zeros(2, device=targets.device)
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
+    if shards is None:
+        hidden = hidden.flatten(0, 1) if shift_labels is not None else packed.unpad(hidden)[0]
+    else:
+        hidden = hidden.squeeze(0)
     product = read_head(head, spec)
     assert isinstance(product, HeadMatmul)  # fused_loss_serves has checked it
     loss = linear_cross_entropy(
-        hidden.flatten(0, 1) if shift_labels is not None else packed.unpad(hidden)[0],
+        hidden,
         product.weight,
-        targets,
+        own,
         bias=product.bias,
         lora=product.lora,
         softcap=product.softcap,
         logit_scale=product.logit_scale,
         ignore_index=ignore_index,
         reduction="mean",
-        num_items=arguments.get("num_items_in_batch"),
+        num_items=num_items,
         num_kept=count(),
         statistics=sums,
         implementation=kernels,
     )
+    if shards is not None:
+        loss, sums = shards.sum(loss), None if sums is None else shards.sum(sums)
     if token_statistics is not None and sums is not None:
         token_statistics.sums = torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])
     if not hasattr(outputs, "router_logits"):
@@ -305,6 +323,11 @@ def fused_head(
         attentions=outputs.attentions,
         router_logits=outputs.router_logits,
     )
+
+
+def _loss_is_a_sum_over_tokens(packed: PackedSeqLens, targets: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Return whether each rank may compute the loss of its own tokens: each has a target, and nobody asks for more."""
+    return len(targets) == packed.total_tokens and not arguments.get("output_hidden_states")
 
 
 def _value(head: HeadLike, name: str | None, default: object = None) -> Any:

@@ -12,6 +12,7 @@ from fastpack.layers.hf_attention import follow_stock_config
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock_attention import StockAttention
 from fastpack.layers.window_checks import LayerOrder
+from fastpack.model.context_parallel import ContextParallel
 from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.packing.handover import Handover, Turn
 from fastpack.utils.classes import Classes
@@ -75,6 +76,7 @@ class ModelRuntime:
         graphs: the runner of CUDA graphs, or None.
         offload: the offload of checkpoints or activations, or None.
         sharing: the sharing of prefixes, or None.
+        context_parallel: the group of ranks that share each batch, or None.
         handover: hands a batch's packing down from the head, and from the composite around the backbone.
         composite: the composite around the backbone, or None.
         turn: a composite that makes masks has one forward at a time, since it runs with another config.
@@ -85,6 +87,7 @@ class ModelRuntime:
     graphs: GraphRunner | None = None
     offload: CheckpointOffload | None = None
     sharing: PrefixSharing | None = None
+    context_parallel: ContextParallel | None = None
     handover: Handover = field(default_factory=Handover)
     composite: Any = None
     turn: Turn = field(default_factory=Turn)
@@ -100,6 +103,7 @@ class ModelRuntime:
         lines = (
             None if self.offload is None else self.offload.describe(backbone),
             None if self.sharing is None else self.sharing.describe(),
+            None if self.context_parallel is None else self.context_parallel.describe(),
             None if self.graphs is None else self.graphs.describe(device),
         )
         return tuple(line for line in lines if line is not None)

@@ -1,11 +1,11 @@
-"""Re-pad a backbone's outputs, or copy them from shared tokens to every sequence that has them.
+"""Re-pad a backbone's outputs, copy them to all sequences that share tokens, or put the tokens of ranks together.
 
 Shape suffixes: T tokens; U tokens, with each shared one kept once; A streams of hidden states (Gemma 3n).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fastpack.ops.autograd import as_row
 from fastpack.ops.shared_rows import spread
 from fastpack.packing.prefixes import SharedTokens
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.shards import TokenShards
 
 Change = Callable[[Tensor], Tensor]
 
@@ -32,13 +33,28 @@ def copy_to_all_tokens(outputs: object, shared: SharedTokens) -> Any:
     return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))
 
 
-def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
+def put_together(outputs: Any, shards: TokenShards, *, hidden: bool) -> Any:
+    """Put every output that has one entry for each of this rank's tokens together with the other ranks' tokens.
+
+    Args:
+        outputs: the outputs of a backbone.
+        shards: the shares of the ranks, each of which calls this at once.
+        hidden: whether the last hidden states are put together, too.
+    """
+    last = outputs.last_hidden_state
+    kept = [] if hidden else [(last, last)]
+    return _change(outputs, shards.total_tokens, lambda x: as_row(shards.put_together(x[0])), shards.put_together, kept)
+
+
+def _change(
+    outputs: Any, tokens: int, batched: Change, flat: Change, known: Sequence[tuple[Tensor, Tensor]] = ()
+) -> Any:
     """Replace every tensor in the outputs that has an entry for each of ``tokens`` tokens, at any depth of nesting.
 
     Each ``[tokens, ...]`` becomes ``flat(x)``. Each ``[1, tokens, ...]``, and each stream of ``[A, 1, tokens, ...]``,
-    becomes ``batched(x)``.
+    becomes ``batched(x)``. The ``known`` pairs of a tensor and its replacement come first.
     """
-    replaced: list[tuple[Tensor, Tensor]] = []
+    replaced = [*known]
     for key in list(outputs.keys()):
         outputs[key] = _changed(outputs[key], tokens, batched, flat, replaced)
     return outputs

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastpack.packing.fingerprints import fingerprints, joined
 from fastpack.packing.prefixes import SharedTokens
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.shards import TokenShards
 
 PER_TOKEN = (
     "token_type_ids",
@@ -106,15 +107,15 @@ def token_fingerprints(arguments: Mapping[str, Any], packed: PackedSeqLens, orig
     return joined(prints)
 
 
-def kept_arguments(arguments: Mapping[str, Any], shared: SharedTokens) -> dict[str, Any]:
-    """Return the arguments for the kept tokens of a batch with shared prefixes: ``[1, T, ...]`` to ``[1, U, ...]``."""
-    kept: dict[str, Any] = {name: shared.keep(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None}
+def kept_arguments(arguments: Mapping[str, Any], tokens: SharedTokens | TokenShards) -> dict[str, Any]:
+    """Return the arguments for the kept tokens of a batch: ``[1, T, ...]`` to ``[1, U, ...]``."""
+    kept: dict[str, Any] = {name: tokens.keep(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None}
     for name, mask in PER_VISUAL_TOKEN.items():
         layers = arguments.get(name)
         if layers is None or arguments.get(mask) is None:
             continue
-        visual, first = _marked(arguments[mask][0]), shared.copies.first
-        rows = (visual.cumsum(0) - 1)[first][visual[first]]
+        visual, indices = _marked(arguments[mask][0]), tokens.indices
+        rows = (visual.cumsum(0) - 1)[indices][visual[indices]]
         of_kept = [layer.index_select(0, rows) for layer in _layers(layers)]
         kept[name] = dict(zip(layers, of_kept, strict=True)) if isinstance(layers, dict) else of_kept
     return kept

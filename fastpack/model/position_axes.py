@@ -27,8 +27,8 @@ def rotary_positions(position_ids: Tensor | None, packed: PackedSeqLens, axes: i
     """
     if position_ids is not None and position_ids.ndim == 3:
         positions = packed.unpad_axes(position_ids[-axes:])
-        return positions if packed.shared is None else positions.index_select(-1, packed.shared.copies.first)
-    return packed.position_ids if packed.shared is None else packed.shared.position_ids
+        return positions if packed.kept is None else positions.index_select(-1, packed.kept.indices)
+    return packed.position_ids if packed.kept is None else packed.kept.position_ids
 
 
 def positions_by_row(composite: Any, arguments: Mapping[str, Any]) -> Tensor | None:

@@ -87,6 +87,11 @@ class SharedTokens:
         """U, the number of kept tokens."""
         return self.position_ids.shape[1]
 
+    @property
+    def indices(self) -> Tensor:
+        """The indices of the kept tokens, int64 ``[U]``: the first copies."""
+        return self.copies.first
+
     def keep(self, x_1T: Tensor) -> Tensor:
         """Return the entries of the kept tokens, ``[1, T, ...]`` to ``[1, U, ...]``."""
         return first_copies(x_1T[0], self.copies)[None]

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from fastpack.errors import PackingError
 from fastpack.ops.chunks import Chunks
+from fastpack.ops.exchange import Group
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.padding import Padding
 from fastpack.packing.prefixes import Prefixes, SharedTokens, find_prefixes
+from fastpack.packing.shards import TokenShards, share_sizes
 from fastpack.packing.two_way import TwoWayBlocks
 from fastpack.utils.tensors import map_tensors, send
 
@@ -94,6 +96,8 @@ class PackedSeqLens:
             them; None if every token sees only tokens up to itself.
         shared: the tokens of those prefixes, for modules that run on each of these tokens once; None if modules run on
             all T tokens. All other attributes describe the whole batch.
+        shards: the shares of the tokens that the ranks of a context-parallel group keep, if modules run on one share;
+            not together with ``shared``.
         row_count: the number of real tokens, as a tensor on the device; None outside of CUDA graphs. A graph is
             replayed with batches of other lengths. The tokens after the real ones begin as zeros, and matmuls may skip
             them.
@@ -116,6 +120,7 @@ class PackedSeqLens:
     prefixes: Prefixes | None = None
     two_way: TwoWayBlocks | None = None
     shared: SharedTokens | None = None
+    shards: TokenShards | None = None
     row_count: RowCount | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -183,10 +188,15 @@ class PackedSeqLens:
         """Return the number of chunks of ``size`` tokens."""
         return sum(-(-length // size) for length in self.lengths)
 
+    @property
+    def kept(self) -> SharedTokens | TokenShards | None:
+        """The tokens that modules inside a backbone run on, or None if they run on all T tokens."""
+        return self.shards if self.shared is None else self.shared
+
     @cached_property
     def whole(self) -> PackedSeqLens:
-        """The same batch with all T tokens, for attention between modules that run on shared tokens."""
-        return replace(self, shared=None)
+        """The same batch with all T tokens, for attention between modules that run on some of them."""
+        return replace(self, shared=None, shards=None)
 
     def to(self, device: torch.device | str | None, non_blocking: bool = False, **_: Any) -> PackedSeqLens:
         """Return the same lengths with their tensors on ``device``; accelerate may pass None, which changes nothing."""
@@ -302,6 +312,23 @@ class PackedSeqLens:
             return replace(self, shared=SharedTokens(copies, positions, tree), _memo={})
 
         return self.memo(("shared", prefixes), build)
+
+    def spread(self, rank: int, ranks: int, group: Group) -> PackedSeqLens:
+        """Return the same batch for modules that run on one rank's share of its tokens.
+
+        Attention then takes and returns ``[U, heads, dim]``, where U counts that rank's tokens.
+
+        Args:
+            rank: the rank's place in the group.
+            ranks: the size of the group.
+            group: the process group, whose ranks have the same batch.
+
+        Raises:
+            PackingError: there are fewer tokens than ranks.
+        """
+        sizes = share_sizes(self.total_tokens, ranks)
+        positions = self.position_ids.narrow(1, sum(sizes[:rank]), sizes[rank])
+        return replace(self, shards=TokenShards(sizes, rank, group, positions), _memo={})
 
     def check_slots(self, labels_BS: Tensor) -> None:
         """Raise a PackingError unless there is a label for each slot of the batch."""

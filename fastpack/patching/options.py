@@ -11,6 +11,8 @@ from fastpack.errors import KernelUnavailableError, PatchError
 from fastpack.ops.implementation import Implementation, why_no_kernels
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fastpack.data.token_budget import TooLong
 
 Graphs = Literal["auto"] | None
@@ -102,6 +104,7 @@ class PatchKeywords(TypedDict, total=False):
     loss: Loss
     offload: Offload
     share_prefixes: SharePrefixes
+    context_mesh: DeviceMesh | None
     strict: bool
     max_tokens: int | TokenBudget | None
 
@@ -121,7 +124,16 @@ class PatchOptions:
     loss: Loss = None
     offload: Offload = None
     share_prefixes: SharePrefixes = None
+    context_mesh: DeviceMesh | None = None
     strict: bool = False
+
+    def __deepcopy__(self, memo: Any) -> PatchOptions:
+        """Return the options themselves: none of them changes, and a mesh can't be copied."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options without the mesh, whose ranks exist in this run alone."""
+        return {**self.__dict__, "context_mesh": None}
 
     def check(self) -> None:
         """Raise unless each option has one of its allowed values.
@@ -129,8 +141,8 @@ class PatchOptions:
         Raises:
             BackendUnavailableError: No attention backend has this name.
             KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
-            PatchError: Another option has a value that it doesn't take, or ``graphs`` and ``share_prefixes`` are both
-                set.
+            PatchError: Another option has a value that it doesn't take; or two of ``graphs``, ``share_prefixes`` and
+                ``context_mesh`` are set.
         """
         check_name(self.attention)
         for name, allowed in (
@@ -152,3 +164,10 @@ class PatchOptions:
                 "step needs sizes that come again, but the number of shared tokens differs in every batch. Pass only "
                 "one: graphs save time if layers are small, shared prefixes if layers are big."
             )
+        if self.context_mesh is None:
+            return
+        for name in ("graphs", "share_prefixes"):
+            if getattr(self, name) is not None:
+                raise PatchError(
+                    f"context_mesh and {name}={getattr(self, name)!r} exclude each other so far. Pass only one."
+                )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.attention_dispatch import explain
+from fastpack.attention_dispatch import AttentionShape, explain
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families.composites import composite_spec
 from fastpack.families.mixer_spec import MixerSpec
@@ -50,6 +50,7 @@ from fastpack.packing.context import PackingContext
 from fastpack.packing.two_way import TwoWay
 from fastpack.patching.backend_choice import attention_shape, notes_on_blocks, serving_backends, with_blocks
 from fastpack.patching.changes import Attribute, forward_replacement
+from fastpack.patching.context_mesh import plan_context_parallel
 from fastpack.patching.experts import plan_experts
 from fastpack.patching.head_choice import head_kind, head_loss
 from fastpack.patching.match import Match, settle
@@ -143,6 +144,8 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> PatchPla
 
 def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions) -> PatchPlan:
     """Plan a patch of a model that is already recognised."""
+    recognised.attends_by.spreads = options.context_mesh is not None
+    recognised.attends_by.check(" Nothing was changed.")
     not_shared = None if options.share_prefixes is None else sharing_rejects(recognised.backbone, recognised.family)
     _refuse_options(options, recognised, None if hasattr(type(parts.composite), GET_IMAGE_FEATURES) else not_shared)
     backbone, family, specs = recognised.backbone, recognised.family, recognised.specs
@@ -153,9 +156,13 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     mixing_specs = {
         id(m): family.mixers.get(name, _mixing_spec(m, recognised)) for m, name in own.items() if name in mixing_names
     }
-    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite, not_shared)
-    around, skipped = _plan_model(parts, recognised, runtime, options)
     attentions = [module for module, name in own.items() if name in family.attention]
+    model: Any = backbone
+    shapes = [attention_shape(model, module, specs.get(own[module])) for module in attentions]
+    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite, not_shared)
+    ranks = plan_context_parallel(options.context_mesh, backbone, family, shapes, packs=packs_mixers(recognised))
+    runtime = replace(runtime, context_parallel=ranks)
+    around, skipped = _plan_model(parts, recognised, runtime, options)
     refuse_misplaced(backbone, mixing_specs, mask_maker(parts.composite))
     refuse_two_ways(parts, own, attentions, specs)
     inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
@@ -170,7 +177,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
     computed = _computed_here(replacements, through_interface, family)
     runtime.user_changes.classes.watch((each.module for each in replacements), forwards=computed)
-    report = _make_report(parts, recognised, options, runtime, replacements, attentions)
+    report = _make_report(parts, recognised, options, runtime, replacements, attentions, shapes)
     return PatchPlan(
         backbone,
         runtime,
@@ -373,10 +380,10 @@ def _make_report(
     runtime: ModelRuntime,
     replacements: Sequence[Replacement[Any, Any]],
     attentions: Sequence[nn.Module],
+    shapes: Sequence[AttentionShape],
 ) -> PatchReport:
     backbone: Any = recognised.backbone
     specs = [recognised.specs.get(own_class(module, recognised.family) or "") for module in attentions]
-    shapes = [attention_shape(backbone, module, spec) for module, spec in zip(attentions, specs, strict=True)]
     of_images = [
         with_blocks(shape, two_way_of(module, spec))
         for shape, module, spec in zip(shapes, attentions, specs, strict=True)

@@ -15,8 +15,9 @@ from fastpack.patching.options import PatchOptions
 from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
 
-BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
-"""The attributes of a trainer that hold its token budget, and the loss that replaces its own."""
+BUDGET, FUSED_LOSS, SPREAD = "_fastpack_budget", "_fastpack_loss", "_fastpack_spread"
+"""The attributes of a trainer that hold its token budget, the loss that replaces its own, and what it had before its
+batches were spread over ranks."""
 
 
 def trainer_record(target: object, name: str) -> Any:

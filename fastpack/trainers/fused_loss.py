@@ -126,7 +126,7 @@ def _reasons(trainer: TrainerLike, why_not: str | None, *, in_force: bool) -> It
     if own or type(trainer).compute_loss is not bases[0].compute_loss:
         yield f"this {name} has a custom loss"
     yield from _settings(trainer)
-    for axis in ("tp", "cp", "sp"):
+    for axis in ("tp", "sp"):
         size = getattr(trainer, f"get_{axis}_size", None)
         if size is not None and int(size()) > 1:
             yield f"ranks share a batch here ({axis} of {int(size())})"
@@ -257,7 +257,7 @@ def _read_pending(trainer: TrainerLike, state: FusedLossState) -> None:
     for entropy, likeliest, labels, tokens, aux_loss in sums.tolist():
         metrics["entropy"].append(entropy / labels if labels else 0.0)
         metrics["mean_token_accuracy"].append(likeliest / labels if labels else 0.0)
-        trainer._total_train_tokens += int(tokens)
+        trainer._total_train_tokens += int(tokens) // getattr(trainer, "_tp_size", 1)  # of ranks with the same batch
         if trainer.aux_loss_enabled:
             metrics["aux_loss"].append(aux_loss / trainer.accelerator.num_processes)
     metrics["num_tokens"] = [trainer._total_train_tokens]

@@ -17,8 +17,10 @@ from accelerate.utils import DistributedType
 from adapter_cases import with_lora
 from own_losses import with_own_loss
 from preferences import pairs, settings, word_tokenizer
+from rank_work import device
 from sft_cases import rows, tokenizer
 from tiny import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
 from trainer_cases import BUILD, Gradients, grpo, ids_of, watch_batches
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -42,6 +44,8 @@ def trainer_of(
 ) -> Any:
     """Build an SFT or DPO trainer, patched as a user would; the reference is patched before the trainer shards it."""
     model: Any = tiny_model(model_type, attn_implementation="sdpa")
+    # made before the arguments, since transformers' ZeRO-3 would partition it at once, with other weights
+    reference: Any = None if lora or kind == "sft" else tiny_model("llama", attn_implementation="sdpa")
     if lora:
         model = with_lora(model)
     inputs = settings(Path(tempfile.mkdtemp()), per_device_train_batch_size=EXAMPLES // ranks, learning_rate=1e-2)
@@ -54,9 +58,10 @@ def trainer_of(
             model, args=arguments, train_dataset=rows(EXAMPLES * STEPS), processing_class=tokenizer()
         )
     else:
-        reference: Any = None if lora else tiny_model("llama", attn_implementation="sdpa")
         if reference is not None and patched:
-            fastpack.patch(reference)
+            spread = "parallelism_config" in further
+            mesh = init_device_mesh(device().type, (ranks,), mesh_dim_names=("cp",)) if spread else None
+            fastpack.patch(reference, loss=loss, context_mesh=mesh)
         trainer = DPOTrainer(
             model,
             reference,
@@ -73,11 +78,17 @@ def train(trainer: Any) -> list[tuple[float, float]]:
     return [(entry["loss"], float(entry["grad_norm"])) for entry in trainer.state.log_history if "loss" in entry]
 
 
-def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
+def train_on_ranks(kind: str, lora: bool, *, evaluated: bool = False, **further: Any) -> dict[str, Any]:
     """Return this rank's logs, and the trainer's report afterwards."""
+    if "deepspeed" in further:
+        from deepspeed import ops
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's exchanges, which need no C++ compiler
     with _as_launched():
         trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
         result: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
+        if evaluated:
+            result["eval"] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
         report = fastpack.report(trainer)
         result["metrics"] = [
             [entry.get(name, 0.0) for name in ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")]
@@ -88,6 +99,7 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
             *(note for note in report.notes if note.startswith("loss")),
             *dict(report.skipped).values(),
         ]
+        result["notes"] = report.notes
         result |= {"tier": report.tier, "as_modules": report.as_modules, "world": trainer.args.world_size}
         fastpack.unpatch(trainer)
         result["tier after"] = fastpack.report(trainer).tier

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_trainers import FSDP2, STEPS, train, train_on_ranks, trainer_of
+from accelerate import ParallelismConfig
+from rank_trainers import EXAMPLES, FSDP2, STEPS, train, train_on_ranks, trainer_of
 from ranks import Ranks
 
 from fastpack.cli import trl_trains_on_cpu
@@ -79,3 +80,71 @@ def test_the_auxiliary_loss_of_experts(steps: int, ranks: Ranks) -> None:
             for mine, theirs in zip(result[name], trls[name], strict=True):
                 assert mine == pytest.approx(theirs, rel=bound)
         assert control["logged"][0] != pytest.approx(trls["logged"][0], rel=bound)
+
+
+ZERO3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+"""Every weight is partitioned, however small."""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_zero3(kind: str, lora: bool, alone: Any, ranks: Ranks) -> None:
+    """DeepSpeed itself, inside the trainer. Its hooks bring weights, so that modules are called, not their weights."""
+    pytest.importorskip("deepspeed")
+    checkpointing = {"gradient_checkpointing": True} if lora else {}
+    for result in ranks.run(train_on_ranks, kind, lora, deepspeed=ZERO3, **checkpointing):
+        assert (result["world"], result["wrapped"]) == (2, "DeepSpeedEngine")
+        assert (result["tier"], result["tier after"]) == ("fast", "stock")
+        assert result["as_modules"], "partitioned weights are never read"
+        for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
+            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+SPREAD: dict[str, Any] = {
+    **FSDP2,
+    "per_device_train_batch_size": EXAMPLES,
+    "parallelism_config": ParallelismConfig(cp_size=2),
+}
+"""Both ranks get the batches of one process, and share them."""
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("loss", [None, "fused"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_context_parallelism(kind: str, lora: bool, loss: str | None, alone: Any, ranks: Ranks) -> None:
+    """Asked for by accelerate's config, it is ours: torch's would drop masks, and TRL's DPO would sum up shares."""
+    for result in ranks.run(train_on_ranks, kind, lora, loss=loss, **SPREAD):
+        spread = next(note for note in result["notes"] if note.startswith("context parallelism"))
+        batches = 2 * STEPS if (kind, lora) == ("dpo", True) else STEPS  # the reference is the same model, without LoRA
+        assert spread == f"context parallelism: each batch is spread over 2 ranks, {batches} batches so far"
+        assert (result["tier"], result["tier after"]) == ("fast", "stock")
+        for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
+            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_metrics_and_evaluation_of_spread_batches(padding_free: bool, ranks: Ranks) -> None:
+    """Tokens that both ranks see count once, and so do labels over accumulated micro-batches."""
+    further = {"padding_free": padding_free, "max_length": None}
+    further |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    stock = trainer_of("sft", True, 1, False, gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    logged = train(stock)
+    entries = [entry for entry in stock.state.log_history if "loss" in entry]
+    eval_loss = stock.evaluate(stock.train_dataset)["eval_loss"]
+    for loss in (None, "fused"):
+        for result in ranks.run(train_on_ranks, "sft", True, loss=loss, evaluated=True, **{**SPREAD, **further}):
+            bound = 3e-5 if ranks.backend == "gloo" else 1e-3
+            assert result["eval"] == pytest.approx(eval_loss, rel=bound)
+            assert [step[0] for step in result["logged"]] == pytest.approx([step[0] for step in logged], rel=bound)
+            for ours, entry in zip(result["metrics"], entries, strict=True):
+                theirs = [entry.get(name, 0.0) for name in ("entropy", "mean_token_accuracy", "num_tokens")]
+                assert ours[:3] == pytest.approx(theirs, rel=bound)

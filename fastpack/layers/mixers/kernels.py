@@ -7,6 +7,8 @@ Each kernel takes one row ``[1, T, ...]`` and the boundaries of its sequences: `
 other packages need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with errors of 1e-3.
 Our own run anywhere: they have a definition in plain torch.
 
+If ranks share the batch, each calls a kernel for all tokens of its own channels or heads.
+
 Signatures: flash-linear-attention 0.6 (``fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py``,
 ``fla/modules/causal_conv1d/ops.py``), mamba-ssm 2.2 (``mamba_ssm/ops/triton/ssd_combined.py``), causal-conv1d 1.5
 (``causal_conv1d/causal_conv1d_interface.py``).
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
+from fastpack.layers.mixers.shares import own_channels, own_heads, own_tokens, tokens_of_heads
 from fastpack.ops.delta_rule import delta_chunk
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.short_conv import short_conv
@@ -86,6 +89,10 @@ def packed_conv(
         from transformers.activations import ACT2FN
 
         return ACT2FN[activation](packed_conv(packed, x_1CT, weight_CW, bias_C, implementation=implementation))
+    shards = packed.shards
+    if shards is not None:
+        own = own_channels(shards, x_1CT, weight_CW, bias_C)
+        return own_tokens(shards, packed_conv(packed.whole, *own, activation, implementation))
     kernel = _serving("conv", x_1CT.device, x_1CT.dtype, implementation)
     return kernel.run(kernel.function(implementation), packed, x_1CT, weight_CW, bias_C, activation)
 
@@ -105,6 +112,11 @@ def packed_recurrence(
 
     With ``implementation="torch"``, the definition runs, in plain torch.
     """
+    shards = packed.shards
+    if shards is not None:
+        first, *rest_of = own_heads(shards, [first, *rest])
+        out = packed_recurrence(op, packed.whole, first, *rest_of, implementation=implementation)
+        return tokens_of_heads(shards, out)
     kernel = _serving(op, first.device, first.dtype, implementation)
     return kernel.run(kernel.function(implementation), packed, first, *rest)
 

@@ -1,0 +1,80 @@
+"""Mixers of a batch that ranks share: each rank mixes all tokens of its own channels or heads.
+
+Shape suffixes: T tokens, t of them on this rank, C channels, H heads; G ranks, each with c = C / G and h = H / G.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.attention_dispatch import heads_reject
+from fastpack.errors import BackendUnavailableError
+from fastpack.ops.exchange import to_heads, to_tokens
+from fastpack.packing.shards import TokenShards
+
+
+def own_channels(
+    shards: TokenShards, x_1Ct: Tensor, weight_CW: Tensor, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return all tokens of this rank's channels ``[1, c, T]``, and its rows of a convolution's weight and bias.
+
+    Raises:
+        BackendUnavailableError: the ranks can't have equally many channels.
+    """
+    _check("a convolution", x_1Ct.shape[1], x_1Ct.shape[1], shards.ranks)
+    (own,) = to_heads([x_1Ct.squeeze(0).t().unsqueeze(-1)], shards.sizes, shards.group)
+    weight, bias = (None if each is None else _own(shards, each) for each in (weight_CW, bias_C))
+    assert weight is not None
+    return own.squeeze(-1).t().unsqueeze(0), weight, bias
+
+
+def own_tokens(shards: TokenShards, x_1cT: Tensor) -> Tensor:
+    """Return this rank's tokens of all channels, ``[1, C, t]``."""
+    tokens = to_tokens(x_1cT.squeeze(0).t().unsqueeze(-1), shards.sizes, shards.rank, shards.group)
+    return tokens.squeeze(-1).t().unsqueeze(0)
+
+
+def own_heads(shards: TokenShards, arguments: Sequence[Any]) -> list[Any]:
+    """Return a recurrence's arguments for all tokens of this rank's heads.
+
+    Args:
+        shards: the shares of the ranks.
+        arguments: tensors ``[1, t, heads, ...]``, of which some may have fewer heads, each for equally many of the
+            others; tensors ``[H]``; anything else stays.
+
+    Raises:
+        BackendUnavailableError: the ranks can't have equally many heads.
+    """
+    given = {i: each.squeeze(0) for i, each in enumerate(arguments) if isinstance(each, Tensor) and each.ndim > 2}
+    counts = [each.shape[1] for each in given.values()]
+    _check("a recurrence", max(counts), min(counts), shards.ranks)
+    by_dtype = defaultdict(list)
+    for i, each in given.items():
+        by_dtype[each.dtype].append(i)
+    own = [_own(shards, each) if isinstance(each, Tensor) and each.ndim == 1 else each for each in arguments]
+    for places in by_dtype.values():
+        tensors = [given[i].flatten(2) if given[i].ndim > 2 else given[i].unsqueeze(2) for i in places]
+        repeated = [x.repeat_interleave(max(1, shards.ranks // x.shape[1]), 1) for x in tensors]
+        for i, x in zip(places, to_heads(repeated, shards.sizes, shards.group), strict=True):
+            own[i] = x.unflatten(2, given[i].shape[2:]).unsqueeze(0) if given[i].ndim > 2 else x.squeeze(2).unsqueeze(0)
+    return own
+
+
+def tokens_of_heads(shards: TokenShards, x_1ThV: Tensor) -> Tensor:
+    """Return this rank's tokens of all heads, ``[1, t, H, V]``."""
+    return to_tokens(x_1ThV.squeeze(0), shards.sizes, shards.rank, shards.group).unsqueeze(0)
+
+
+def _own(shards: TokenShards, x: Tensor) -> Tensor:
+    """Return the entries of this rank's channels or heads."""
+    return x.chunk(shards.ranks)[shards.rank]
+
+
+def _check(what: str, heads: int, fewer: int, ranks: int) -> None:
+    reason = heads_reject(heads, fewer, ranks, what=what)
+    if reason is not None:
+        raise BackendUnavailableError(f"{reason}. Pass a context_mesh of such a size.")

@@ -1,0 +1,100 @@
+"""Spread each batch over the ranks of a group: every rank runs the layers on its share of the tokens.
+
+Shape suffixes: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastpack.errors import PackingError, PatchError
+from fastpack.ops.exchange import all_rows
+from fastpack.packing.fingerprints import fingerprints, joined
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.console import counted
+
+
+@dataclass(eq=False)
+class ContextParallel:
+    """The group of ranks that share each batch of one patched model, for as long as the patch lasts.
+
+    A deep copy shares the group. A pickle has none, since its ranks exist in this run alone.
+
+    Attributes:
+        mesh: the 1-D mesh of the ranks; None in an unpickled model.
+        batches: the number of batches so far.
+    """
+
+    mesh: DeviceMesh | None
+    batches: int = 0
+
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        """Return the same group."""
+        return ContextParallel(self.mesh)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the mesh."""
+        return ContextParallel, (None,)
+
+    def spread(self, arguments: Mapping[str, Any], packed: PackedSeqLens) -> PackedSeqLens:
+        """Return ``packed`` for modules that run on this rank's share; every rank calls this at once.
+
+        The host waits for the device once, to compare the batches of the ranks.
+
+        Args:
+            arguments: the backbone's arguments, before they are un-padded.
+            packed: the batch's packing.
+
+        Raises:
+            PatchError: this model was unpickled, and knows no group.
+            PackingError: the ranks have different batches, or there are fewer tokens than ranks. All of them raise it.
+        """
+        if self.mesh is None:
+            raise PatchError(
+                "this model was patched with a context_mesh and pickled since, and the ranks of that mesh are not "
+                "here. Patch it again: fastpack.patch(model, context_mesh=mesh)."
+            )
+        if torch.compiler.is_compiling():
+            raise PatchError(
+                "torch.compile can't trace the exchanges between the ranks of a context_mesh. Leave one of them out."
+            )
+        self._check_same(_fingerprint(arguments.get("input_ids"), packed))
+        self.batches += 1
+        return packed.spread(self.mesh.get_local_rank(), self.mesh.size(), self.mesh.get_group())
+
+    def _check_same(self, own: Tensor) -> None:
+        """Raise unless all ranks have the same batch, by its fingerprint ``[F]``."""
+        assert self.mesh is not None
+        prints = all_rows(own[None], [1] * self.mesh.size(), self.mesh.get_group()).tolist()
+        others = [rank for rank, each in enumerate(prints) if each != prints[0]]
+        if others:
+            raise PackingError(
+                "the ranks of a context-parallel group must have the same batch, but rank 0 has "
+                f"{_described(prints[0])}, and rank {others[0]} has {_described(prints[others[0]])}. Give the data "
+                "loader's sampler one replica for each group, not for each rank."
+            )
+
+    def describe(self) -> str:
+        """Return the line for the report."""
+        if self.mesh is None:
+            return "context parallelism: the ranks are not known; patch the model again"
+        so_far = f", {counted(self.batches, 'batch', 'es')} so far" if self.batches else ""
+        return f"context parallelism: each batch is spread over {self.mesh.size()} ranks{so_far}"
+
+
+def _fingerprint(ids: Tensor | None, packed: PackedSeqLens) -> Tensor:
+    """Return numbers that tell one batch from another, int64 ``[4]``: its tokens, its sequences, a fingerprint."""
+    rows = [packed.cu_seqlens[None], packed.position_ids, *([] if ids is None else [packed.unpad(ids)])]
+    counts = torch.tensor([packed.total_tokens, packed.num_sequences], device=packed.cu_seqlens.device)
+    return torch.cat([counts, joined([fingerprints(row) for row in rows])[0]])
+
+
+def _described(fingerprint: list[int]) -> str:
+    tokens, sequences, number, _ = fingerprint
+    return f"{tokens} tokens in {sequences} sequences (fingerprint {number % 2**16:04x})"

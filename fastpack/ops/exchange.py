@@ -1,0 +1,89 @@
+"""Exchange rows between the ranks of a group, and their gradients back.
+
+Definition, for ranks r and s, with x_r the rows of rank r, cut into one piece for each rank::
+
+    exchange(x)_s = concatenation over r of piece s of x_r        gradient: the exchange of the gradients, back
+
+A sum of what all ranks compute has these gradients. Where each rank computes the whole of one loss, as the ranks of a
+context-parallel group do, a rank's gradients are therefore its own share times the number of ranks: their mean over the
+ranks, which data-parallel engines take, is the gradient of the loss.
+
+Shape suffixes: T rows of all ranks, t rows of this rank, G ranks, H heads, h = H / G heads of one rank, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any
+"""A ``torch.distributed`` process group; torch builds without the package have no such class."""
+
+
+def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Send a piece of ``x`` to each rank of a group, and return the pieces that the ranks send to this one, in order.
+
+    Args:
+        x: ``[sum(send), ...]``.
+        send: the rows of the piece for each rank.
+        receive: the rows that come from each rank.
+        group: the process group; every rank calls this at once, with the same dtype and trailing shape.
+
+    Returns:
+        ``[sum(receive), ...]``.
+    """
+    out: Tensor = _Exchange.apply(x, list(send), list(receive), group)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """The autograd Function of :func:`exchange`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def to_heads(tensors: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """Return all tokens of this rank's heads, from this rank's tokens of all heads, in one exchange.
+
+    Args:
+        tensors: each ``[t, H, D]``, of one dtype; H is a multiple of G.
+        sizes: the tokens of each rank, G numbers that sum to T.
+        group: the process group.
+
+    Returns:
+        Each ``[T, h, D]``, contiguous in the last two dimensions.
+    """
+    ranks = len(sizes)
+    by_rank = [x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in tensors]  # [G, t, h, D]
+    pieces = torch.cat([x.flatten(2) for x in by_rank], 2).flatten(0, 1)
+    received = exchange(pieces, [len(tensors[0])] * ranks, sizes, group)
+    shapes = [tuple(x.shape[2:]) for x in by_rank]
+    parts = received.split([heads * size for heads, size in shapes], 1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def to_tokens(x: Tensor, sizes: Sequence[int], rank: int, group: Group) -> Tensor:
+    """Return this rank's tokens of all heads, ``[t, H, D]``, from all tokens of this rank's heads, ``[T, h, D]``."""
+    ranks = len(sizes)
+    pieces = exchange(x, sizes, [sizes[rank]] * ranks, group)  # [G * t, h, D]
+    return pieces.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Return the rows of all ranks, ``[T, ...]``, from those of this rank, ``[t, ...]``; gradients are summed."""
+    ranks = len(sizes)
+    copies = x.expand(ranks, *x.shape).flatten(0, 1)
+    return exchange(copies, [len(x)] * ranks, sizes, group)

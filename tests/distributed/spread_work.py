@@ -1,0 +1,202 @@
+"""The work of each rank in ``test_context_mesh.py``: a batch spread over the ranks, against this process alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from adapter_cases import with_lora
+from oracle import INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch, to_device, trained_tokens
+from rank_work import Case, batch_of, device, grads_of, off, one_process, wrap
+from rank_work import build as rank_build
+from tiny import VOCAB, tiny_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fastpack
+from fastpack import attention_dispatch
+from fastpack.exactness.tiny import build_tiny
+from fastpack.layers.mixers import shares
+from fastpack.model import loss as loss_module
+from fastpack.ops.exchange import to_heads
+from fastpack.packing.shards import TokenShards
+
+LENGTHS = (7, 1, 19, 30, 18)
+"""75 tokens: no number of ranks divides them, and every share ends within a sequence."""
+
+
+def mesh() -> Any:
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
+def build(family: str, *, lora: bool = False) -> Any:
+    model: Any = tiny_model(family)
+    return (with_lora(model) if lora else model).to(device())
+
+
+def averaged(result: Result) -> Result:
+    """Return a result with the mean of all ranks' gradients, which an engine takes."""
+    grads = {name: grad.clone() for name, grad in result.grads.items()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return result._replace(grads=grads)
+
+
+def error_of(model: Any, alone: Result, kind: str, lengths: tuple[int, ...] = LENGTHS) -> Error:
+    return compare(averaged(run_batch(model, make_sequences(VOCAB, lengths), kind)), alone)
+
+
+def exactness(
+    family: str, kinds: tuple[str, ...], *, lora: bool = False, checkpointing: bool = False
+) -> dict[str, Any]:
+    """Return the errors by kind of input and without the other ranks' tokens, and the tokens of each exchange."""
+    model = build(family, lora=lora)
+    alone = run_alone(model, make_sequences(VOCAB, LENGTHS))
+    fastpack.patch(model, context_mesh=mesh())
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens: list[int] = []
+
+    def watched(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> list[Tensor]:
+        tokens.append(len(tensors[0]))
+        return to_heads(tensors, sizes, group)
+
+    with exchanging(watched):
+        errors = {kind: error_of(model, alone, kind).worst for kind in kinds}
+    with exchanging(without_others):
+        control = error_of(model, alone, kinds[0]).worst
+    return {"errors": errors, "control": control, "tokens": {*tokens}}
+
+
+def exact_or_refused(family: str) -> str | float:
+    """Return the error of a family's tiny model, or why it is refused."""
+    model: Any = build_tiny(family).train()
+    sequences = make_sequences(model.config.get_text_config().vocab_size, LENGTHS)
+    if family == "reformer":
+        return "its stock forward takes lengths of whole chunks"
+    alone = run_alone(model, sequences)
+    try:
+        fastpack.patch(model, context_mesh=mesh())
+    except fastpack.FastpackError as error:
+        assert not fastpack.is_patched(model)
+        return str(error)
+    return compare(averaged(run_batch(model, sequences, "padded right")), alone).worst
+
+
+@contextlib.contextmanager
+def exchanging(how: Callable[..., list[Tensor]]) -> Iterator[None]:
+    """Replace the exchange of heads, in attention and in mixers."""
+    with mock.patch.object(attention_dispatch, "to_heads", how), mock.patch.object(shares, "to_heads", how):
+        yield
+
+
+def without_others(tensors: Sequence[Tensor], sizes: Sequence[int], group: Any) -> list[Tensor]:
+    """Return zeros for the tokens of the other ranks."""
+    rank = dist.get_rank(group)
+    own = torch.arange(sum(sizes), device=tensors[0].device) - sum(sizes[:rank])
+    outside = (own < 0) | (own >= sizes[rank])
+    return [x.masked_fill(outside[:, None, None], 0.0) for x in to_heads(tensors, sizes, group)]
+
+
+def fused_loss(family: str, *, prompt: int = 0, lora: bool = False) -> dict[str, Any]:
+    """Return the errors of the loss without logits, and the tokens whose loss this rank computed.
+
+    Args:
+        family: the model.
+        prompt: the first tokens of the batch have no labels.
+        lora: whether only adapters train.
+    """
+    batch = INPUT_KINDS["packed_seq_lens"](make_sequences(VOCAB, LENGTHS))
+    batch["labels"][:, :prompt] = -100
+
+    def run(spread: Any) -> tuple[Result, int]:
+        model = build(family, lora=lora)
+        fastpack.patch(model, loss="fused", context_mesh=spread)
+        with mock.patch.object(loss_module, "linear_cross_entropy", wraps=loss_module.linear_cross_entropy) as op:
+            outputs = model(**to_device(batch, device()))
+        outputs.loss.backward()
+        assert outputs.logits is None
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return Result([outputs.loss[None].detach()], outputs.loss.detach(), grads), len(op.call_args.args[2])
+
+    (whole, _), (spread, tokens) = run(None), run(mesh())
+    with mock.patch.object(TokenShards, "sum", lambda shards, x: x):
+        control = compare(averaged(run(mesh())[0]), whole).loss
+    return {"error": compare(averaged(spread), whole).worst, "tokens": tokens, "control": control}
+
+
+def wrapped(how: str, *, lora: bool) -> dict[str, Any]:
+    """Return the error of a step in an engine, and of the losses: pairs of ranks share a batch, and see two of them.
+
+    With two ranks there is one batch.
+    """
+    case = Case(how, lora=lora)
+    two_d = init_device_mesh(device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
+    replicas, replica = two_d["dp"].size(), two_d["dp"].get_local_rank()
+    sequences = make_sequences(VOCAB, LENGTHS * 2)
+    expected = one_process(case, sequences[: 5 * replicas])
+    model = fastpack.patch(rank_build(case), loss="fused", context_mesh=two_d["cp"])
+    outer = wrap(model, case)
+    own = sequences[5 * replica : 5 * replica + 5]
+    batch = to_device(batch_of(own, "padded left"), device())
+    loss = outer(**batch, num_items_in_batch=trained_tokens(sequences[: 5 * replicas]), use_cache=False).loss
+    (loss * replicas).backward()  # the engine takes the mean over replicas, too
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return {"error": off(Result([], total / 2, grads_of(model)), expected)}
+
+
+def refused(family: str, **options: Any) -> str:
+    """Return what a patch over all ranks says."""
+    model = build(family)
+    try:
+        fastpack.patch(model, context_mesh=mesh(), **options)
+    except fastpack.FastpackError as error:
+        assert not fastpack.is_patched(model)
+        return str(error)
+    return ""
+
+
+def batches_refused(what: str) -> str:
+    """Return what every rank says about a batch that can't be spread."""
+    model = fastpack.patch(build("llama"), context_mesh=mesh())
+    lengths, seed = LENGTHS, 0
+    if what == "other ids":
+        seed = dist.get_rank()
+    elif what == "other lengths":
+        lengths = LENGTHS[:-1] if dist.get_rank() else LENGTHS
+    elif what == "an empty share":
+        lengths = (dist.get_world_size() - 1,)
+    try:
+        run_batch(model, make_sequences(VOCAB, lengths, seed=seed), "packed_seq_lens")
+    except fastpack.PackingError as error:
+        return str(error)
+    return ""
+
+
+def copies() -> dict[str, Any]:
+    """Return the error of a deep copy, and what an unpickled model says before and after it is patched again."""
+    model = build("llama")
+    alone = run_alone(model, make_sequences(VOCAB, LENGTHS))
+    fastpack.patch(model, context_mesh=mesh())
+    copied = error_of(copy.deepcopy(model), alone, "padded left").worst
+    unpickled = pickle.loads(pickle.dumps(model))
+    said = ""
+    try:
+        run_batch(unpickled, make_sequences(VOCAB, LENGTHS), "padded left")
+    except fastpack.PatchError as error:
+        said = str(error)
+    fastpack.patch(unpickled, context_mesh=mesh())
+    report = [line for line in fastpack.report(model).notes if "context" in line]
+    again = error_of(unpickled, alone, "padded left").worst
+    fastpack.unpatch(model)
+    restored = compare(run_alone(model, make_sequences(VOCAB, LENGTHS)), alone).worst
+    return {"copied": copied, "said": said, "again": again, "report": report, "restored": restored}

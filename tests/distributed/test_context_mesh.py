@@ -1,0 +1,155 @@
+"""Batches spread over the ranks of a mesh: the losses and gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, INPUT_KINDS
+from ranks import Ranks
+from spread_work import LENGTHS, batches_refused, copies, exact_or_refused, exactness, fused_loss, refused, wrapped
+from tiny import FAST
+
+import fastpack
+from fastpack.attention_dispatch import heads_reject
+from fastpack.exactness.tiny import NOT_BUILT, build_tiny, model_types
+from fastpack.packing.shards import share_sizes
+
+KINDS = tuple(INPUT_KINDS)
+NAMED = ("llama", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3")
+"""Grouped heads; windows and softcap; sinks and experts; norms of heads; latent attention."""
+HYBRIDS = (
+    "bamba",
+    "falcon_h1",
+    "kimi_linear",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+HYBRID_BOUND = 1e-4
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    started = Ranks("gloo", world=4)
+    yield started
+    started.stop()
+
+
+def check(results: list[dict[str, Any]], ranks: int, bound: float = FLOAT32_BOUND) -> None:
+    for result in results:
+        assert max(result["errors"].values()) <= bound, result
+        assert result["control"] > 100 * bound, result
+    assert {tokens for result in results for tokens in result["tokens"]} == {*share_sizes(sum(LENGTHS), ranks)}
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_two_ranks(family: str, ranks: Ranks) -> None:
+    check(ranks.run(exactness, family, KINDS), 2)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("family", sorted({*FAST} - {*NAMED}))
+def test_every_form_of_attention(family: str, ranks: Ranks) -> None:
+    check(ranks.run(exactness, family, ("padded left",)), 2)
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_four_ranks(family: str, four: Ranks) -> None:
+    """There are more ranks than heads of keys."""
+    check(four.run(exactness, family, KINDS), 4)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids(family: str, ranks: Ranks) -> None:
+    """Convolutions and recurrences exchange channels and heads, too."""
+    check(ranks.run(exactness, family, ("packed_seq_lens", "padded left")), 2, HYBRID_BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in model_types() if name not in NOT_BUILT])
+def test_every_family(family: str, ranks: Ranks) -> None:
+    """Nothing is silently wrong: a family is exact, or refused before anything changes."""
+    for result in ranks.run(exact_or_refused, family):
+        assert isinstance(result, str) or result <= HYBRID_BOUND
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_lora(checkpointing: bool, ranks: Ranks) -> None:
+    kinds = ("packed_seq_lens", "padded right")
+    check(ranks.run(exactness, "llama", kinds, lora=True, checkpointing=checkpointing), 2)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("prompt", [0, 40])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_each_rank_computes_the_loss_of_its_own_tokens(family: str, prompt: int, lora: bool, ranks: Ranks) -> None:
+    """With a long prompt, the first rank's tokens have no labels."""
+    results = ranks.run(fused_loss, family, prompt=prompt, lora=lora)
+    assert [result["tokens"] for result in results] == [*share_sizes(sum(LENGTHS), 2)]
+    for result in results:
+        assert result["error"] <= FLOAT32_BOUND, result
+    assert max(result["control"] for result in results) > 100 * FLOAT32_BOUND, "without the other ranks' losses"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_engines_take_the_mean(how: str, lora: bool, ranks: Ranks, four: Ranks) -> None:
+    """On four ranks, two batches are spread over two ranks each."""
+    for group in (ranks, *([four] if ranks.backend == "gloo" else [])):
+        for result in group.run(wrapped, how, lora=lora):
+            assert result["error"] <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("what", ["other ids", "other lengths", "an empty share"])
+def test_batches_that_no_group_can_share(what: str, ranks: Ranks) -> None:
+    """Every rank raises the same, and nothing hangs."""
+    said = ranks.run(batches_refused, what)
+    assert len({*said}) == 1
+    assert ("can't be spread" if what == "an empty share" else "must have the same batch") in said[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "why"),
+    [
+        ("rwkv", {}, "mix tokens too"),
+        ("llama", {"graphs": "auto"}, "exclude each other"),
+        ("llama", {"share_prefixes": "auto"}, "exclude each other"),
+    ],
+)
+def test_refused_before_anything_changes(family: str, options: dict[str, Any], why: str, ranks: Ranks) -> None:
+    assert all(why in said for said in ranks.run(refused, family, **options))
+
+
+def test_copies_and_pickles(ranks: Ranks) -> None:
+    for result in ranks.run(copies):
+        assert max(result["copied"], result["again"], result["restored"]) <= FLOAT32_BOUND
+        assert "Patch it again" in result["said"]
+        assert result["report"] == ["context parallelism: each batch is spread over 2 ranks"]
+
+
+@pytest.mark.parametrize("mesh", ["cp", 2, torch.ones(2)])
+def test_no_mesh(mesh: Any) -> None:
+    model = build_tiny("llama")
+    with pytest.raises(fastpack.PatchError, match="pass a DeviceMesh of one dimension"):
+        fastpack.patch(model, context_mesh=mesh)
+    assert not fastpack.is_patched(model)
+
+
+def test_heads_that_ranks_can_share() -> None:
+    assert heads_reject(32, 8, 16) is None
+    assert heads_reject(14, 2, 2) is None
+    assert heads_reject(14, 2, 4) == ("attention of 14 heads, of keys 2, can be spread over 2, 14 ranks, not 4")
+    assert heads_reject(7, 7, 2) == "attention of 7 heads can be spread over 7 ranks, not 2"
+
+
+def test_shares() -> None:
+    assert share_sizes(8, 4) == (2, 2, 2, 2)
+    with pytest.raises(fastpack.PackingError, match="a batch of 3 tokens can't be spread over the 4 ranks"):
+        share_sizes(3, 4)
