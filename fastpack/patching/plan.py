@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from fastpack.attention_dispatch import AttentionShape, explain
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families.composites import composite_spec
 from fastpack.families.mixer_spec import MixerSpec
@@ -48,7 +46,7 @@ from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
 from fastpack.model.unwrap import Parts, find_parts, refuse_captured_forward, refuse_wrapped, wrapper_chain
 from fastpack.packing.context import PackingContext
 from fastpack.packing.two_way import TwoWay
-from fastpack.patching.backend_choice import attention_shape, notes_on_blocks, serving_backends, with_blocks
+from fastpack.patching.backend_choice import attention_shape
 from fastpack.patching.changes import Attribute, forward_replacement
 from fastpack.patching.context_mesh import plan_context_parallel
 from fastpack.patching.experts import plan_experts
@@ -57,6 +55,7 @@ from fastpack.patching.match import Match, settle
 from fastpack.patching.mxfp4_order import PlainOrder, plain_orders
 from fastpack.patching.mxfp4_plan import quantizers, readable_mxfp4
 from fastpack.patching.options import PatchOptions
+from fastpack.patching.planned_report import planned_report
 from fastpack.patching.recognise import (
     Recognised,
     Skipped,
@@ -66,28 +65,12 @@ from fastpack.patching.recognise import (
     with_mask_window,
 )
 from fastpack.patching.report import PatchReport
-from fastpack.patching.support import has_blocks, marks_both_ways, refuse_two_ways
+from fastpack.patching.support import refuse_two_ways
 from fastpack.patching.token_mixers import Mixing, mixer_tiers, packs_mixers
 from fastpack.utils.classes import mentions
 from fastpack.utils.replacement import PreHook, Replacement
 
 GENERATE = "generate"
-KINDS: dict[Callable[..., Any], str] = {
-    backbone_forward: "backbone",
-    composite_forward: "composite",
-    head_forward: "head",
-    attention_forward: "attention",
-    decoder_forward: "layer",
-    norm_forward: "norm",
-    gated_norm_forward: "gated norm",
-    mlp_forward: "mlp",
-    experts_forward: "experts",
-    mxfp4_forward: "experts",
-    packed_alibi: "alibi",
-    packed_mask: "mask",
-    rotary_forward: "rotary",
-}
-"""The report's names for replacements, by their functions. Mixers are counted by the kernels that serve them."""
 FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (AnyAttentionSpec, attention_forward),
     (DecoderSpec, decoder_forward),
@@ -177,7 +160,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
     computed = _computed_here(replacements, through_interface, family)
     runtime.user_changes.classes.watch((each.module for each in replacements), forwards=computed)
-    report = _make_report(parts, recognised, options, runtime, replacements, attentions, shapes)
+    report = planned_report(parts, recognised, options, runtime, replacements, attentions, shapes)
     return PatchPlan(
         backbone,
         runtime,
@@ -371,51 +354,3 @@ def _mixing_modules(
         elif each.function is mixer_forward:
             how[id(each.module)] = each.spec
     return [(module, how[id(module)]) for module in recognised.backbone.modules() if id(module) in how]
-
-
-def _make_report(
-    parts: Parts,
-    recognised: Recognised,
-    options: PatchOptions,
-    runtime: ModelRuntime,
-    replacements: Sequence[Replacement[Any, Any]],
-    attentions: Sequence[nn.Module],
-    shapes: Sequence[AttentionShape],
-) -> PatchReport:
-    backbone: Any = recognised.backbone
-    specs = [recognised.specs.get(own_class(module, recognised.family) or "") for module in attentions]
-    of_images = [
-        with_blocks(shape, two_way_of(module, spec))
-        for shape, module, spec in zip(shapes, attentions, specs, strict=True)
-    ]
-    if marks_both_ways(parts):
-        shapes = of_images
-    backends, backend_notes = serving_backends(list(dict.fromkeys(shapes)), options.attention)
-    notes: list[str] = []
-    if options.graphs == "auto" and runtime.graphs is None:
-        notes.append("graphs: off, since some layers look up each batch on the host, which a recording can't do")
-    notes += [
-        f"rotary type {each.module.rope_type!r}: each sequence gets the frequencies of its own length; the stock "
-        "padded model uses those of the longest sequence in the batch"
-        for each in replacements
-        if each.function is rotary_forward
-    ]
-    notes += backend_notes
-    if has_blocks(parts):
-        notes += notes_on_blocks(list(dict.fromkeys(of_images)), options.attention)
-    if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
-        notes.append(
-            "reentrant checkpointing loses gradients of the keys and values that layers share, in the stock model, too"
-        )
-    swapped = Counter(KINDS[each.function] for each in replacements if each.function in KINDS)
-    swapped += Counter({"attention (interface)": specs.count(None)})
-    return PatchReport(
-        model=type(parts.outermost).__name__,
-        family=recognised.family.model_type,
-        attention=options.attention,
-        backend=", ".join(backends) or None,
-        backends=explain(shapes[0]) if shapes else {},
-        swapped=dict(swapped),
-        matched=recognised.matched,
-        notes=tuple(dict.fromkeys(notes)),
-    )

@@ -57,10 +57,10 @@ def own_heads(shards: TokenShards, arguments: Sequence[Any]) -> list[Any]:
         by_dtype[each.dtype].append(i)
     own = [_own(shards, each) if isinstance(each, Tensor) and each.ndim == 1 else each for each in arguments]
     for places in by_dtype.values():
-        tensors = [given[i].flatten(2) if given[i].ndim > 2 else given[i].unsqueeze(2) for i in places]
+        tensors = [given[i].reshape(*given[i].shape[:2], -1) for i in places]
         repeated = [x.repeat_interleave(max(1, shards.ranks // x.shape[1]), 1) for x in tensors]
         for i, x in zip(places, to_heads(repeated, shards.sizes, shards.group), strict=True):
-            own[i] = x.unflatten(2, given[i].shape[2:]).unsqueeze(0) if given[i].ndim > 2 else x.squeeze(2).unsqueeze(0)
+            own[i] = x.reshape(1, *x.shape[:2], *given[i].shape[2:])
     return own
 
 
