@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import state
 from accelerate.utils import DistributedType
 from adapter_cases import with_lora
+from grpo_cases import grpo as grpo_on_rollouts
 from own_losses import with_own_loss
 from preferences import pairs, settings, word_tokenizer
 from rank_work import device
@@ -22,6 +23,7 @@ from sft_cases import rows, tokenizer
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_cases import BUILD, Gradients, grpo, ids_of, watch_batches
+from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import fastpack
@@ -139,6 +141,40 @@ def generated_within(max_tokens: int | None) -> dict[str, Any]:
         trainer.train()
         note = "".join(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
     return {"gradients": gradients.steps[0], "note": note}
+
+
+class Averaged(TrainerCallback):
+    """A callback that averages gradients over all ranks, as a user's own loop would."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for parameter in kwargs["model"].parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+
+def grpo_update(*, spread: bool, fused: bool, **further: Any) -> dict[str, Any]:
+    """Return GRPO's losses and gradients in a trainer that knows one process; its model is ``spread`` over the ranks.
+
+    The rollouts are drawn, and the same on each rank.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    with _as_launched(), mock.patch.dict(os.environ):
+        for name in names:
+            os.environ.pop(name, None)
+        trainer = grpo_on_rollouts(Path(tempfile.mkdtemp()), lora=True, **further)
+        if fused:
+            fastpack.patch(trainer, loss="fused")
+        if spread:
+            mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+            fastpack.patch(trainer.model, loss="fused" if fused else None, context_mesh=mesh)
+            trainer.add_callback(Averaged())
+        gradients = Gradients(trainer)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        notes = [note for note in fastpack.report(trainer).notes if note.startswith("context")] if spread else []
+        world = trainer.args.world_size
+    return {"losses": losses, "gradients": gradients.steps, "notes": notes, "world": world}
 
 
 @contextmanager

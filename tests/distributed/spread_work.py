@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from rank_work import Case, batch_of, device, grads_of, off, one_process, wrap
 from rank_work import build as rank_build
 from tiny import VOCAB, tiny_model
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastpack
 from fastpack import attention_dispatch
@@ -180,6 +182,21 @@ def batches_refused(what: str) -> str:
     except fastpack.PackingError as error:
         return str(error)
     return ""
+
+
+def left_alone(limit_s: float) -> tuple[str, float]:
+    """Return what a rank gets, and when, if the last rank of its group never runs the model."""
+    group = dist.new_group(timeout=timedelta(seconds=limit_s))
+    model = fastpack.patch(build("llama"), context_mesh=DeviceMesh.from_group(group, device().type))
+    began = time.monotonic()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(2 * limit_s)
+        return "", 0.0
+    try:
+        run_batch(model, make_sequences(VOCAB, LENGTHS), "packed_seq_lens")
+    except RuntimeError as error:
+        return type(error).__name__, time.monotonic() - began
+    return "", time.monotonic() - began
 
 
 def copies() -> dict[str, Any]:

@@ -9,7 +9,17 @@ import pytest
 import torch
 from oracle import FLOAT32_BOUND, INPUT_KINDS
 from ranks import Ranks
-from spread_work import LENGTHS, batches_refused, copies, exact_or_refused, exactness, fused_loss, refused, wrapped
+from spread_work import (
+    LENGTHS,
+    batches_refused,
+    copies,
+    exact_or_refused,
+    exactness,
+    fused_loss,
+    left_alone,
+    refused,
+    wrapped,
+)
 from tiny import FAST
 
 import fastpack
@@ -113,6 +123,15 @@ def test_batches_that_no_group_can_share(what: str, ranks: Ranks) -> None:
     said = ranks.run(batches_refused, what)
     assert len({*said}) == 1
     assert ("can't be spread" if what == "an empty share" else "must have the same batch") in said[0]
+
+
+def test_a_rank_that_does_not_come(four: Ranks) -> None:
+    """The others get torch's error within their group's time limit."""
+    *others, last = four.run(left_alone, 4.0)
+    assert last == ("", 0.0)
+    for said, seconds in others:
+        assert said
+        assert seconds < 12
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from rank_trainers import EXAMPLES, FSDP2, STEPS, train, train_on_ranks, trainer_of
+from rank_trainers import EXAMPLES, FSDP2, STEPS, grpo_update, train, train_on_ranks, trainer_of
 from ranks import Ranks
+from trainer_cases import furthest
 
 from fastpack.cli import trl_trains_on_cpu
 
@@ -148,3 +149,17 @@ def test_metrics_and_evaluation_of_spread_batches(padding_free: bool, ranks: Ran
             for ours, entry in zip(result["metrics"], entries, strict=True):
                 theirs = [entry.get(name, 0.0) for name in ("entropy", "mean_token_accuracy", "num_tokens")]
                 assert ours[:3] == pytest.approx(theirs, rel=bound)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grpos_update_of_spread_batches(fused: bool, ranks: Ranks) -> None:
+    """TRL refuses accelerate's context parallelism in GRPO; who gives the ranks the same rollouts can spread them."""
+    settings: dict[str, Any] = {"fused": fused, "beta": 0.1, "num_iterations": 2, "max_steps": 4}
+    stock = ranks.run(grpo_update, spread=False, **settings)[0]
+    for result in ranks.run(grpo_update, spread=True, **settings):
+        assert result["world"] == 1
+        assert "spread over 2 ranks" in result["notes"][0]
+        assert result["losses"] == pytest.approx(stock["losses"], abs=1e-5)
+        steps = zip(result["gradients"], stock["gradients"], strict=True)
+        assert max(furthest(ours, theirs) for ours, theirs in steps) <= (1e-4 if ranks.backend == "gloo" else 1e-3)
+    assert furthest(*stock["gradients"][:2]) > 1e-2, "the control: another step's"
