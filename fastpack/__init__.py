@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fastpack.patching.options import TokenBudget as TokenBudget
     from fastpack.patching.quantize import quantize_experts as quantize_experts
     from fastpack.patching.report import PatchReport as PatchReport
+    from fastpack.patching.shard_experts import shard_experts as shard_experts
     from fastpack.patching.state import is_patched as is_patched
     from fastpack.trainers import metrics as metrics
     from fastpack.trainers import preference_losses as preference  # noqa: F401
@@ -88,6 +89,7 @@ _NAMES = {
     "fastpack.patching.options": ("TokenBudget",),
     "fastpack.patching.quantize": ("quantize_experts",),
     "fastpack.patching.report": ("PatchReport",),
+    "fastpack.patching.shard_experts": ("shard_experts",),
     "fastpack.patching.state": ("is_patched",),
     "fastpack.trainers.preference_losses": (
         "PairLogProbs",

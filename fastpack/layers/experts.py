@@ -9,6 +9,7 @@ Shape suffixes: T tokens, K experts of a token, H hidden size.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fastpack.families.spec import ExpertsSpec
+from fastpack.layers.expert_ranks import own_part, ranks_of
 from fastpack.layers.read_projection import active_update, why_not_plain, wraps_parameter
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import reshaped
 from fastpack.ops.expert_operands import ExpertActivation, Gate
+from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks
 from fastpack.ops.experts.experts import ExpertLinear, experts
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
@@ -43,11 +46,15 @@ GATE_METHOD = "_apply_gate"
 
 @dataclass(frozen=True, eq=False)
 class ExpertOperands:
-    """The operands of a block of experts: both layers, and the gated unit between them."""
+    """The operands of a block of experts: both layers, and the gated unit between them.
+
+    If ``ranks`` share the experts, the layers are those of this rank's.
+    """
 
     inner: ExpertLinear
     down: ExpertLinear
     gate: Gate
+    ranks: ExpertRanks | None = None
 
 
 def experts_forward(
@@ -100,18 +107,20 @@ def run_experts(
     count = patched.runtime.rows.count
     if count is not None and count.tokens != len(index):
         count = None  # a block that calls its experts on other rows than the layer's
-    result = experts(
-        hidden_states.reshape(-1, hidden_states.shape[-1]),
-        index,
-        weights,
-        operands.inner,
-        operands.down,
-        operands.gate,
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    run = functools.partial(
+        experts,
+        inner=operands.inner,
+        down=operands.down,
+        gate=operands.gate,
         transposed=patched.spec.transposed,
         dtype=product_dtype(hidden_states, dtype),
-        row_count=count,
         implementation=patched.runtime.kernels,
     )
+    if operands.ranks is None:
+        result = run(x, index, weights, row_count=count)
+    else:
+        result = experts_across_ranks(x, index, weights, run, operands.ranks)
     return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))
 
 
@@ -162,22 +171,30 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
     gate = read_gate(module, spec)
     if isinstance(gate, str):
         return gate
-    inner = _read_layer(module, spec.inner, spec, loras.pop(spec.inner, None), at_rest)
-    down = _read_layer(module, spec.down, spec, loras.pop(spec.down, None), at_rest)
+    ranks = None if at_rest else ranks_of(module._parameters.get(spec.inner))
+    inner = _read_layer(module, spec.inner, spec, loras.pop(spec.inner, None), at_rest, ranks)
+    down = _read_layer(module, spec.down, spec, loras.pop(spec.down, None), at_rest, ranks)
     if isinstance(inner, str) or isinstance(down, str):
         return inner if isinstance(inner, str) else str(down)
     if loras:
         return f"LoRA trains its {min(loras)}"
-    return ExpertOperands(inner, down, gate)
+    return ExpertOperands(inner, down, gate, ranks)
 
 
 def _read_layer(
-    module: nn.Module, name: str, spec: ExpertsSpec, lora: Lora | None, at_rest: bool
+    module: nn.Module, name: str, spec: ExpertsSpec, lora: Lora | None, at_rest: bool, ranks: ExpertRanks | None
 ) -> ExpertLinear | str:
     """Return one layer of a block of experts, or why the block must run as it is."""
+    weight: Tensor | None
+    bias: Tensor | None
     weight, bias = (module._parameters.get(each) for each in (name, f"{name}_bias"))
     if weight is None or (spec.bias and bias is None):
         return f"its {name} is not a plain parameter"
+    if ranks is not None:
+        if getattr(weight, "device_mesh", None) is None:
+            return f"its {name} is whole, and other weights of it are spread over ranks"
+        weight, bias = own_part(weight, ranks), None if bias is None else own_part(bias, ranks)
+        lora = None if lora is None else ranks.lora(lora)
     stack = weight if isinstance(weight, QuantizedStack) else None
     plain = weight if stack is None else stack.packed
     reason = why_not_plain(plain, at_rest) or (why_not_plain(bias, at_rest) if bias is not None else None)

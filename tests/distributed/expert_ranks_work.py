@@ -1,0 +1,117 @@
+"""The work of each rank in ``test_expert_ranks.py``: experts spread over the ranks, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from expert_models import COUNTS, STACKS, lora_config
+from oracle import Result, make_sequences, run_batch, trained_tokens
+from peft import get_peft_model
+from rank_work import Case, checkpoint, device, grads_of, off, step
+from tiny import VOCAB, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import fastpack
+from fastpack.layers import experts as layer
+from fastpack.ops.experts import across_ranks
+
+LENGTHS = (7, 1, 19, 19, 33, 5)
+EXPERTS = 4
+
+
+def build(family: str, lora: str | None) -> Any:
+    every_layer = {"mlp_only_layers": [], "num_hidden_layers": 2} if family == "qwen3_moe" else {}
+    model = tiny_model(family, **{COUNTS[family]: EXPERTS, **every_layer})
+    if lora is None:
+        return model.to(device())
+    torch.manual_seed(1)
+    config = lora_config(target_parameters=list(STACKS) if lora == "experts" else None)
+    model = get_peft_model(model, config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.3)
+    return model.train().to(device())
+
+
+def spread_step(family: str, lora: str | None, *, checkpointing: str | None = None) -> dict[str, Any]:
+    """Return the errors of a step in DDP, how many of the experts are here, and the rows that came in each call.
+
+    Each rank has sequences of its own. The control keeps rows at home.
+    """
+    sequences = make_sequences(VOCAB, LENGTHS)
+    expected = run_batch(build(family, lora), sequences, "padded right", num_items=trained_tokens(sequences))
+    expected = Result([], expected.loss, expected.grads)
+    case = Case("ddp", checkpointing=checkpointing)
+    rows: list[int] = []
+
+    def once(exchange: Any = across_ranks.exchange) -> float:
+        model = build(family, lora)
+        fastpack.shard_experts(model, init_device_mesh(device().type, (dist.get_world_size(),)))
+        names = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        fastpack.patch(model)
+        checkpoint(model, checkpointing)
+        outer = DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
+        run = layer.experts
+
+        def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
+            rows.append(len(x))
+            return run(x, *args, **kwargs)
+
+        with mock.patch.object(layer, "experts", watched), mock.patch.object(across_ranks, "exchange", exchange):
+            loss = step(outer, case, sequences)
+        here = {int(p.to_local().shape[0]) for p in model.parameters() if hasattr(p, "device_mesh")}
+        assert here == {EXPERTS // dist.get_world_size()}
+        return off(Result([], loss, grads_of(model)), expected)
+
+    error = once()
+    calls = list(rows)
+
+    def at_home(x: Any, send: Any, receive: Any, group: Any) -> Any:
+        """Exchange zeros for floating-point rows."""
+        out = across_ranks_exchange(x, send, receive, group)
+        return out * 0 if x.is_floating_point() else out
+
+    across_ranks_exchange = across_ranks.exchange
+    return {"error": error, "control": once(at_home), "rows": calls}
+
+
+def no_expert_here() -> dict[str, Any]:
+    """Return the result and gradients if all tokens of all ranks choose the first rank's experts."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ranks = dist.get_world_size()
+    group = dist.group.WORLD
+    place = across_ranks.ExpertRanks(ranks, dist.get_rank(), group, 2)
+    x = torch.randn(5, 8, generator=generator).requires_grad_()
+    weights = torch.rand(5, 2, generator=generator).requires_grad_()
+    left_out = dist.get_rank() == 0
+    index = torch.tensor([[0, 1]] * 4 + [[1, 2 * ranks if left_out else 0]])  # a choice beyond all adds nothing
+    scale = torch.nn.Parameter(torch.arange(1.0, 3.0) + 10 * dist.get_rank())
+    seen: list[int] = []
+
+    def run(rows: Any, chosen: Any, ones: Any) -> Any:
+        seen.append(len(rows))
+        return rows * scale[chosen] * ones
+
+    out = across_ranks.experts_across_ranks(x, index, weights, run, place)
+    kept = weights.detach().clone()
+    kept[4, 1] *= not left_out
+    factors = torch.tensor([[1.0, 2.0]] * 4 + [[2.0, 1.0]])
+    want = x.detach() * (kept * factors).sum(1, keepdim=True)
+    out.sum().backward()
+    return {"apart": float((out - want).abs().max()), "rows": seen, "gradient": scale.grad is not None}
+
+
+def refused(family: str, experts: int) -> str:
+    model = tiny_model(family, **{COUNTS[family]: experts})
+    try:
+        fastpack.shard_experts(model, init_device_mesh(device().type, (dist.get_world_size(),)))
+    except fastpack.PatchError as error:
+        assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        return str(error)
+    return ""
