@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fastpack.trainers.preference_losses import pair_log_probs as pair_log_probs
     from fastpack.trainers.preference_losses import pair_log_probs_of_logits as pair_log_probs_of_logits
     from fastpack.trainers.preference_losses import preference_loss as preference_loss
+    from fastpack.trainers.shard_base import shard_base as shard_base
     from fastpack.utils.compile import activation_memory_budget as activation_memory_budget
 
 __version__ = "0.1.0"
@@ -98,6 +99,7 @@ _NAMES = {
         "pair_log_probs_of_logits",
         "preference_loss",
     ),
+    "fastpack.trainers.shard_base": ("shard_base",),
     "fastpack.utils.compile": ("activation_memory_budget",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

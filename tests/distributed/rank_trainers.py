@@ -19,6 +19,7 @@ from grpo_cases import grpo as grpo_on_rollouts
 from own_losses import with_own_loss
 from preferences import pairs, settings, word_tokenizer
 from rank_work import device
+from safetensors.torch import load_file
 from sft_cases import rows, tokenizer
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,7 +81,9 @@ def train(trainer: Any) -> list[tuple[float, float]]:
     return [(entry["loss"], float(entry["grad_norm"])) for entry in trainer.state.log_history if "loss" in entry]
 
 
-def train_on_ranks(kind: str, lora: bool, *, evaluated: bool = False, **further: Any) -> dict[str, Any]:
+def train_on_ranks(
+    kind: str, lora: bool, *, evaluated: bool = False, keep: int | None = None, **further: Any
+) -> dict[str, Any]:
     """Return this rank's logs, and the trainer's report afterwards."""
     if "deepspeed" in further:
         from deepspeed import ops
@@ -88,9 +91,18 @@ def train_on_ranks(kind: str, lora: bool, *, evaluated: bool = False, **further:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's exchanges, which need no C++ compiler
     with _as_launched():
         trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
+        if keep is not None:
+            fastpack.shard_base(trainer, keep=keep)
         result: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
         if evaluated:
             result["eval"] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        spread = [parameter for parameter in trainer.model.parameters() if hasattr(parameter, "device_mesh")]
+        result["sharded"] = [sum(p.to_local().numel() for p in spread), sum(p.numel() for p in spread)]
+        result["trained"] = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        if keep is not None:
+            trainer.save_model(folder := tempfile.mkdtemp())
+            files = [load_file(path) for path in Path(folder).glob("adapter_model.safetensors")]
+            result["saved"] = [sum(tensor.numel() for tensor in each.values()) for each in files]
         report = fastpack.report(trainer)
         result["metrics"] = [
             [entry.get(name, 0.0) for name in ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")]
@@ -141,6 +153,18 @@ def generated_within(max_tokens: int | None) -> dict[str, Any]:
         trainer.train()
         note = "".join(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
     return {"gradients": gradients.steps[0], "note": note}
+
+
+def shard_twice(lora: bool) -> str:
+    """Return what the second call for a model says, or the first if all of it trains."""
+    model: Any = tiny_model("llama")
+    model = with_lora(model) if lora else model
+    try:
+        for _ in range(2):
+            fastpack.shard_base(model.to(device()))
+    except fastpack.PatchError as error:
+        return str(error)
+    return ""
 
 
 class Averaged(TrainerCallback):

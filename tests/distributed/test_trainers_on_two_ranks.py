@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from rank_trainers import EXAMPLES, FSDP2, STEPS, grpo_update, train, train_on_ranks, trainer_of
+from rank_trainers import EXAMPLES, FSDP2, STEPS, grpo_update, shard_twice, train, train_on_ranks, trainer_of
 from ranks import Ranks
+from tiny import tiny_model
 from trainer_cases import furthest
 
+import fastpack
 from fastpack.cli import trl_trains_on_cpu
 
 WRAPS: dict[str, tuple[dict[str, Any], str]] = {
@@ -81,6 +83,29 @@ def test_the_auxiliary_loss_of_experts(steps: int, ranks: Ranks) -> None:
             for mine, theirs in zip(result[name], trls[name], strict=True):
                 assert mine == pytest.approx(theirs, rel=bound)
         assert control["logged"][0] != pytest.approx(trls["logged"][0], rel=bound)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_sharded_base(kind: str, keep: int, alone: Any, ranks: Ranks) -> None:
+    """Each rank has its half of the frozen weights, and all of the adapters, whose gradients DDP averages."""
+    for rank, result in enumerate(ranks.run(train_on_ranks, kind, True, keep=keep, gradient_checkpointing=True)):
+        assert result["saved"] == ([result["trained"]] if rank == 0 else [])
+        assert (result["world"], result["wrapped"]) == (2, "DistributedDataParallel")
+        assert (result["tier"], result["as_modules"], result["tier after"]) == ("fast", {}, "stock")
+        own, every = result["sharded"]
+        assert own == pytest.approx(every / 2, rel=0.01), "some sizes are odd"
+        for ours, stock in zip(result["logged"], alone[kind, True], strict=True):
+            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_bases_that_cant_be_sharded(lora: bool, ranks: Ranks) -> None:
+    why = "is sharded already" if lora else "everything trains"
+    for said in ranks.run(shard_twice, lora):
+        assert why in said
+    with pytest.raises(fastpack.PatchError, match="there is one process"):
+        fastpack.shard_base(tiny_model("llama"))
 
 
 ZERO3: dict[str, Any] = {
