@@ -95,6 +95,13 @@ class OwnArguments:
             "choices": list(TOO_LONG),
         },
     )
+    shard_base: bool = field(
+        default=False,
+        metadata={
+            "help": "With several processes and LoRA: shard the frozen layers over them, and keep adapters whole. "
+            "Instead of --fsdp, which shards adapters, too."
+        },
+    )
     metrics: bool = field(
         default=True,
         metadata={

@@ -42,6 +42,8 @@ def run(command: Command, arguments: Sequence[str]) -> int:
         trainer = make_trainer(command, args)
         if args.ours.patch:
             fastpack.patch(trainer, **args.ours.trainer_keywords())
+        if args.ours.shard_base:
+            fastpack.shard_base(trainer)
         metrics = attach(trainer)
         metrics.logs = args.ours.metrics
     except loading_errors() as error:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import STEPS, assert_one_line, losses, one_line, run_sft, sft_flags, trains_on_cpu
+from cli_runs import LORA, STEPS, assert_one_line, losses, one_line, run_sft, sft_flags, trains_on_cpu
 from oracle import FLOAT32_BOUND
 
 import fastpack
@@ -301,3 +301,21 @@ def test_the_module_is_the_command_and_starts_light() -> None:
     assert shown.stdout.strip() == f"fastpack {fastpack.__version__}"
     code = "import fastpack.cli.main, sys; sys.exit(bool({'transformers', 'trl', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+@trains_on_cpu
+def test_a_sharded_base_on_two_processes(work: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fastpack"]
+    ran: list[list[float]] = []
+    for flags in ((), ("--shard_base",)):
+        arguments = [*sft_flags(work, *LORA, "--per_device_train_batch_size", "4", *flags), "--json", "results.json"]
+        subprocess.run([*launch, *arguments], check=True, timeout=300)
+        ran.append(losses(json.loads(Path("results.json").read_text())))
+    assert ran[1] == pytest.approx(ran[0], rel=FLOAT32_BOUND)
+
+
+@trains_on_cpu
+def test_a_sharded_base_needs_processes(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*sft_flags(work, *LORA, "--shard_base")]) == 2
+    assert "launch it with torchrun" in one_line(capsys.readouterr().err)
