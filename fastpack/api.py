@@ -216,7 +216,7 @@ def patch(
             ranks' gradients is the gradient of that loss: wrap the model in DDP or FSDP2 over these ranks (and those
             of other batches), or average the gradients. Batches that differ between the ranks raise on each of them.
             Recurrences exchange heads, too. It works for models whose layers all run on packed tokens and whose heads
-            can be divided by the ranks, and not together with ``graphs``, ``share_prefixes`` or ``torch.compile``. For
+            can be divided by the ranks, and not together with ``graphs``, ``share_prefixes`` or ``verify``. For
             a trainer leave it out, and pass ``parallelism_config=accelerate.ParallelismConfig(cp_size=...)`` among the
             trainer's arguments: accelerate then gives each group the same batches, and the patched model spreads them
             instead of torch's context parallelism, with windows, packed sequences and DPO as well. A reference model
@@ -251,18 +251,22 @@ def patch(
         FastpackWarning: A test with a tiny twin showed that a class of the family computes something other than the
             class on which fastpack was proved. The class keeps its own forward.
     """
-    mesh = context_mesh_of(target)
-    if mesh is None and context_mesh is not None and not isinstance(target, nn.Module):
+    if context_mesh is not None and not isinstance(target, nn.Module):
         raise PatchError(
-            f"context_mesh was passed with a {type(target).__name__}, whose data loader gives each rank other batches. "
-            "Give the trainer's arguments parallelism_config=accelerate.ParallelismConfig(cp_size=...) instead, and "
-            "leave context_mesh out. Nothing was changed."
+            f"context_mesh was passed with a {type(target).__name__}, whose data loader decides which ranks get the "
+            "same batches. Give the trainer's arguments parallelism_config=accelerate.ParallelismConfig(cp_size=...) "
+            "instead, and leave context_mesh out. Nothing was changed."
         )
-    mesh = mesh or context_mesh
+    mesh = context_mesh if isinstance(target, nn.Module) else context_mesh_of(target)
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, mesh, strict)
     options.check()
     if not isinstance(verify, bool):
         raise not_a_choice("verify", verify, (False, True))
+    if verify and options.spreads:
+        raise PatchError(
+            "verify=True compares gradients of one process, and context parallelism spreads batches over several: "
+            "leave verify out, or verify a copy that is patched without it. Nothing was changed."
+        )
     models = models_of(target)
     check_versions(packages_of(target))
     refuse_by_name(target)

@@ -159,9 +159,13 @@ def heads_reject(heads: int, kv_heads: int, ranks: int, *, what: str = "attentio
         ranks: the size of the group.
         what: what has these heads, for the message.
     """
-    fit = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if ranks in fit:
+
+    def can_share(n: int) -> bool:
+        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if can_share(ranks):
         return None
+    fit = list(filter(can_share, range(2, heads + 1)))
     allowed = f"{', '.join(map(str, fit))} ranks" if fit else "no group of ranks"
     numbers = f"{heads} heads" if heads == kv_heads else f"{heads} heads, of keys {kv_heads},"
     return f"{what} of {numbers} can be spread over {allowed}, not {ranks}"

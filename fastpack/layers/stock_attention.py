@@ -63,7 +63,8 @@ class StockAttention:
             sequence. Another package's function is then allowed, except with several processes, which may share
             sequences.
         usable: names of transformers' own implementations that the model can be set to.
-        spreads: whether the patched model spreads each batch over ranks itself, as accelerate was asked to.
+        spreads: whether the patched model spreads each batch over ranks itself, so that accelerate's settings for that
+            are no reason to refuse it.
     """
 
     modules: tuple[tuple[Any, str], ...] = ()
@@ -128,10 +129,11 @@ def sequence_parallelism(config: Any) -> str | None:
 def describe_parallelism(spread: str, whose: str) -> str:
     """Return why a model can't run with ``spread``, which :func:`sequence_parallelism` returned for ``whose``."""
     kind = "context" if spread.startswith("cp") else "sequence"
-    mend = "patch the whole trainer, or pass its mesh as context_mesh" if kind == "context" else _TRAIN_UNPATCHED
     return (
         f"{whose} has {spread}: {kind} parallelism spreads each sequence over processes, and a patched model would "
-        f"attend only to this process's part. Leave {spread.partition('=')[0]} at 1, or {mend}."
+        f"attend only to this process's part. Leave {spread.partition('=')[0]} at 1, or {_TRAIN_UNPATCHED}. "
+        "(fastpack.patch(trainer) honours cp_size over torch's FSDP2; patch(model, context_mesh=mesh) is for a loop of "
+        "your own.)"
     )
 
 

@@ -102,9 +102,9 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     if sharing is not None:
         run = sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
     elif runtime.context_parallel is not None and packed.shards is None:
-        run = runtime.context_parallel.spread(arguments, packed)
+        run = runtime.context_parallel.spread(arguments, packed, None if entered is None else entered.ids)
     kept = run.kept
-    ids, embeddings = _embedded(backbone, arguments, packed)
+    ids, embeddings = _embedded(backbone, arguments, packed, shared_row=run.shards is not None)
     as_tuple = wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
     if kept is not None:
@@ -194,11 +194,18 @@ def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, axes: int,
 
 
 def _embedded(
-    backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens
+    backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens, *, shared_row: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids ``[1, T]`` or the embeddings ``[1, T, H]`` that the backbone starts from; else None."""
+    """Return the ids ``[1, T]`` or the embeddings ``[1, T, H]`` that the backbone starts from; else None.
+
+    Args:
+        backbone: the backbone.
+        arguments: its arguments.
+        packed: the batch's packing.
+        shared_row: whether ranks will share a packed row, whose length NEFTune's noise depends on.
+    """
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if embeddings is None and adds_noise(backbone, packed):
+    if embeddings is None and adds_noise(backbone, packed, cut=shared_row):
         embeddings = backbone.get_input_embeddings()(ids)
     if embeddings is not None:
         return None, packed.unpad(embeddings)
@@ -214,11 +221,11 @@ def _embedded(
     return ids, None
 
 
-def adds_noise(backbone: ModelLike, packed: PackedSeqLens) -> bool:
-    """Return whether NEFTune adds noise to a batch that will be un-padded.
+def adds_noise(backbone: ModelLike, packed: PackedSeqLens, *, cut: bool = False) -> bool:
+    """Return whether NEFTune adds noise to a batch that will be un-padded, or ``cut`` into shares.
 
     NEFTune scales its noise by the length of the embedding's rows, which un-padding changes.
     """
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
-    return noisy and not packed.padding.is_packed_row
+    return noisy and (cut or not packed.padding.is_packed_row)

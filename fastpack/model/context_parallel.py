@@ -5,7 +5,7 @@ Shape suffixes: T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class ContextParallel:
         """Pickle without the mesh."""
         return ContextParallel, (None,)
 
-    def spread(self, arguments: Mapping[str, Any], packed: PackedSeqLens) -> PackedSeqLens:
+    def spread(self, arguments: Mapping[str, Any], packed: PackedSeqLens, ids: Tensor | None = None) -> PackedSeqLens:
         """Return ``packed`` for modules that run on this rank's share; every rank calls this at once.
 
         The host waits for the device once, to compare the batches of the ranks.
@@ -50,28 +50,43 @@ class ContextParallel:
         Args:
             arguments: the backbone's arguments, before they are un-padded.
             packed: the batch's packing.
+            ids: the ids ``[B, S]`` from which a composite has made the embeddings of its text model, or None.
 
         Raises:
             PatchError: this model was unpickled, and knows no group.
             PackingError: the ranks have different batches, or there are fewer tokens than ranks. All of them raise it.
         """
+        mesh = self._known_mesh()
+        if torch.compiler.is_compiling():
+            raise PatchError(
+                "torch.compile can't trace the exchanges between the ranks of a context_mesh: leave fullgraph=True out."
+            )
+        names = ("input_ids",) if ids is not None else ("input_ids", "inputs_embeds")
+        given = [arguments.get(name) for name in names]
+        rows = [packed.unpad(x).flatten(1) for x in (ids, *given) if x is not None]
+        self._check_same([packed.cu_seqlens[None], packed.position_ids, *rows], packed)
+        self.batches += 1
+        return packed.spread(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+    def _known_mesh(self) -> DeviceMesh:
+        """Return the mesh, or raise a PatchError in an unpickled model."""
         if self.mesh is None:
             raise PatchError(
                 "this model was patched with a context_mesh and pickled since, and the ranks of that mesh are not "
                 "here. Patch it again: fastpack.patch(model, context_mesh=mesh)."
             )
-        if torch.compiler.is_compiling():
-            raise PatchError(
-                "torch.compile can't trace the exchanges between the ranks of a context_mesh. Leave one of them out."
-            )
-        self._check_same(_fingerprint(arguments.get("input_ids"), packed))
-        self.batches += 1
-        return packed.spread(self.mesh.get_local_rank(), self.mesh.size(), self.mesh.get_group())
+        return self.mesh
 
-    def _check_same(self, own: Tensor) -> None:
-        """Raise unless all ranks have the same batch, by its fingerprint ``[F]``."""
-        assert self.mesh is not None
-        prints = all_rows(own[None], [1] * self.mesh.size(), self.mesh.get_group()).tolist()
+    def check_labels(self, labels: Tensor, packed: PackedSeqLens) -> None:
+        """Raise a PackingError on every rank unless all ranks have the same labels; the host waits for the device."""
+        self._check_same([labels.reshape(1, -1)], packed)
+
+    def _check_same(self, rows: Sequence[Tensor], packed: PackedSeqLens) -> None:
+        """Raise unless all ranks have the same batch, by fingerprints of rows ``[1, ...]``."""
+        mesh = self._known_mesh()
+        counts = torch.tensor([packed.total_tokens, packed.num_sequences], device=rows[0].device)
+        own = torch.cat([counts, joined([fingerprints(row) for row in rows])[0]])
+        prints = all_rows(own[None], [1] * mesh.size(), mesh.get_group()).tolist()
         others = [rank for rank, each in enumerate(prints) if each != prints[0]]
         if others:
             raise PackingError(
@@ -86,13 +101,6 @@ class ContextParallel:
             return "context parallelism: the ranks are not known; patch the model again"
         so_far = f", {counted(self.batches, 'batch', 'es')} so far" if self.batches else ""
         return f"context parallelism: each batch is spread over {self.mesh.size()} ranks{so_far}"
-
-
-def _fingerprint(ids: Tensor | None, packed: PackedSeqLens) -> Tensor:
-    """Return numbers that tell one batch from another, int64 ``[4]``: its tokens, its sequences, a fingerprint."""
-    rows = [packed.cu_seqlens[None], packed.position_ids, *([] if ids is None else [packed.unpad(ids)])]
-    counts = torch.tensor([packed.total_tokens, packed.num_sequences], device=packed.cu_seqlens.device)
-    return torch.cat([counts, joined([fingerprints(row) for row in rows])[0]])
 
 
 def _described(fingerprint: list[int]) -> str:

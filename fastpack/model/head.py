@@ -103,6 +103,9 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
     if kind == "causal_lm" and shifts_labels(head):
         kwargs = without_first_labels(head, kwargs)
     packed = kwargs.get("packed_seq_lens")
+    spreading = patched.runtime.context_parallel
+    if spreading is not None and isinstance(packed, PackedSeqLens) and kwargs.get("labels") is not None:
+        spreading.check_labels(kwargs["labels"], packed)
     if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(patched, *args, **kwargs)
     # TRL's own loss stays in force. Without a request for that loss, TRL's forward calls the one that it replaced.

@@ -265,14 +265,14 @@ def fused_head(
         targets = shift_labels.reshape(-1)  # one for every slot, unchanged
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
-    num_items, shards, own = arguments.get("num_items_in_batch"), None, targets
-    if context_parallel is not None and _loss_is_a_sum_over_tokens(packed, targets, arguments):
+    num_items, shards, own_targets = arguments.get("num_items_in_batch"), None, targets
+    if context_parallel is not None and _each_may_score_its_own(head, packed, targets, arguments):
         packed = context_parallel.spread(arguments, packed)
         shards = packed.shards
         assert shards is not None
         num_items = (targets != ignore_index).sum() if num_items is None else num_items
-        own = shards.keep(targets[None])[0]
-    count = _begin_count(own, ignore_index)
+        own_targets = shards.keep(targets[None])[0]
+    count = _begin_count(own_targets, ignore_index)
     sums = None if token_statistics is None else torch.zeros(2, device=targets.device)
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
@@ -285,7 +285,7 @@ def fused_head(
     loss = linear_cross_entropy(
         hidden,
         product.weight,
-        own,
+        own_targets,
         bias=product.bias,
         lora=product.lora,
         softcap=product.softcap,
@@ -325,9 +325,13 @@ def fused_head(
     )
 
 
-def _loss_is_a_sum_over_tokens(packed: PackedSeqLens, targets: Tensor, arguments: Mapping[str, Any]) -> bool:
+def _each_may_score_its_own(
+    head: HeadLike, packed: PackedSeqLens, targets: Tensor, arguments: Mapping[str, Any]
+) -> bool:
     """Return whether each rank may compute the loss of its own tokens: each has a target, and nobody asks for more."""
-    return len(targets) == packed.total_tokens and not arguments.get("output_hidden_states")
+    asked = arguments.get("output_hidden_states")
+    asked = getattr(head.config, "output_hidden_states", False) if asked is None else asked
+    return len(targets) == packed.total_tokens and not asked
 
 
 def _value(head: HeadLike, name: str | None, default: object = None) -> Any:

@@ -58,6 +58,8 @@ def _model_rejects(backbone: nn.Module, family: Family, *, packs: bool) -> str |
     if family.mixers and not packs:
         names = ", ".join(family.mixers)
         return f"{names} mix tokens too, or count positions, and run on one row a sequence"
+    if any(getattr(module, "layerdrop", 0.0) > 0 for module in backbone.modules()):
+        return "it skips layers at random (layerdrop), and each rank others: set layerdrop to 0 in the config"
     if any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT for module in backbone.modules()):
         return "its rotary frequencies depend on the length of each sequence, and are made for all tokens"
     return None

@@ -127,6 +127,12 @@ class PatchOptions:
     context_mesh: DeviceMesh | None = None
     strict: bool = False
 
+    @property
+    def spreads(self) -> bool:
+        """True if ranks are to share each batch; what is no mesh is refused later."""
+        size = getattr(self.context_mesh, "size", None)
+        return self.context_mesh is not None and (not callable(size) or size() != 1)
+
     def __deepcopy__(self, memo: Any) -> PatchOptions:
         """Return the options themselves: none of them changes, and a mesh can't be copied."""
         return self
@@ -164,10 +170,9 @@ class PatchOptions:
                 "step needs sizes that come again, but the number of shared tokens differs in every batch. Pass only "
                 "one: graphs save time if layers are small, shared prefixes if layers are big."
             )
-        if self.context_mesh is None:
-            return
         for name in ("graphs", "share_prefixes"):
-            if getattr(self, name) is not None:
+            if self.spreads and getattr(self, name) is not None:
                 raise PatchError(
-                    f"context_mesh and {name}={getattr(self, name)!r} exclude each other so far. Pass only one."
+                    f"{name}={getattr(self, name)!r} and context parallelism (context_mesh, or cp_size of a trainer's "
+                    "accelerator) exclude each other so far. Use only one."
                 )

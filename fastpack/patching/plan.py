@@ -121,14 +121,15 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> PatchPla
     if parts.head is None:
         for wrapper in wrapper_chain(model):
             refuse_dropped_positions(wrapper)
-    recognised = settle(recognise(parts), match, head=options.loss is not None)
+    recognised = recognise(parts)
+    recognised.attends_by.spreads = options.spreads
+    recognised.attends_by.check(" Nothing was changed.")
+    recognised = settle(recognised, match, head=options.loss is not None)
     return plan_recognised(parts, recognised, options)
 
 
 def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions) -> PatchPlan:
     """Plan a patch of a model that is already recognised."""
-    recognised.attends_by.spreads = options.context_mesh is not None
-    recognised.attends_by.check(" Nothing was changed.")
     not_shared = None if options.share_prefixes is None else sharing_rejects(recognised.backbone, recognised.family)
     _refuse_options(options, recognised, None if hasattr(type(parts.composite), GET_IMAGE_FEATURES) else not_shared)
     backbone, family, specs = recognised.backbone, recognised.family, recognised.specs

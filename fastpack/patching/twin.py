@@ -334,7 +334,9 @@ def _packed(model: Any) -> Tensor:
 def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> PatchPlan:
     """Plan a patch with these specs; all other classes keep their own forward."""
     parts = find_parts(model)
-    return plan_recognised(parts, with_specs(recognise(parts, family), specs), options)
+    recognised = recognise(parts, family)
+    recognised.attends_by.spreads = True  # whatever accelerate spreads: a twin's batches are whole
+    return plan_recognised(parts, with_specs(recognised, specs), options)
 
 
 @contextmanager

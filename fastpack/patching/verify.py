@@ -24,10 +24,14 @@ from fastpack.layers.mxfp4_experts import mxfp4_experts
 from fastpack.layers.read_projection import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
 from fastpack.patching.apply import disabled, without_wrappers
-from fastpack.patching.state import is_patched
+from fastpack.patching.state import is_patched, state_of
 from fastpack.utils.modules import evaluating
 
 LENGTHS = (13, 1, 20, 8, 17)
+_SPREAD = (
+    "verify compares gradients of one process, and this model's batches are spread over ranks: patch a copy without "
+    "context_mesh, and verify that. Nothing was changed."
+)
 _VERIFY_FIRST = (
     "verify runs a plain patched model, in one process: call it before the model is wrapped (for a trainer, before "
     "train()), or on the model inside DistributedDataParallel, fastpack.verify(model.module)."
@@ -64,7 +68,7 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         InconclusiveError: Rounding in the model's dtypes changes its results so much that a leak could go unseen.
         ValueError: There are fewer than three sequences, or one has no token.
         PatchError: The model is not patched; or its stock experts return no gradient (MXFP4 as transformers loads it);
-            or it classifies whole sequences; or its vocabulary has too few
+            or its batches are spread over ranks; or it classifies whole sequences; or its vocabulary has too few
             different tokens; or it embeds tokens in several tables, or embeds ids that are not in the batch.
     """
     if len(lengths) < 3 or min(lengths) < 1:
@@ -79,6 +83,9 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         )
     if not is_patched(model):
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
+    state = state_of(parts.backbone)
+    if state is not None and state.options.spreads:
+        raise PatchError(_SPREAD)
     family = family_of(parts.backbone)
     if family is not None and any(mxfp4_experts(parts.backbone, family)):
         raise PatchError(

@@ -22,7 +22,7 @@ from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
-from fastpack.patching.state import FUSED_LOSS, trainer_record
+from fastpack.patching.state import FUSED_LOSS, SPREAD, trainer_record
 from fastpack.trainers import step_weights
 from fastpack.trainers.budget import remove_budget
 from fastpack.trainers.log_probs import LogProbsState, plan_log_probs, remove_state
@@ -254,10 +254,12 @@ def _read_pending(trainer: TrainerLike, state: FusedLossState) -> None:
     sums = trainer.accelerator.reduce(torch.stack(state.pending), reduction="sum")
     state.pending.clear()
     metrics = trainer._metrics["train"]
+    spread = trainer_record(trainer, SPREAD)
+    copies = 1 if spread is None else spread.ranks  # ranks that share batches count the same tokens
     for entropy, likeliest, labels, tokens, aux_loss in sums.tolist():
         metrics["entropy"].append(entropy / labels if labels else 0.0)
         metrics["mean_token_accuracy"].append(likeliest / labels if labels else 0.0)
-        trainer._total_train_tokens += int(tokens) // getattr(trainer, "_tp_size", 1)  # of ranks with the same batch
+        trainer._total_train_tokens += int(tokens) // copies
         if trainer.aux_loss_enabled:
             metrics["aux_loss"].append(aux_loss / trainer.accelerator.num_processes)
     metrics["num_tokens"] = [trainer._total_train_tokens]

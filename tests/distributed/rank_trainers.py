@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from accelerate import state
+from accelerate import ParallelismConfig, state
 from accelerate.utils import DistributedType
 from adapter_cases import with_lora
 from grpo_cases import grpo as grpo_on_rollouts
@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 from sft_cases import rows, tokenizer
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
-from trainer_cases import BUILD, Gradients, grpo, ids_of, watch_batches
+from trainer_cases import BUILD, Gradients, grpo, ids_of, plain, texts, watch_batches
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import fastpack
+from fastpack.trainers.metrics import attach
 
 EXAMPLES = 8
 """The batch size of a step, on all ranks."""
@@ -153,6 +154,32 @@ def generated_within(max_tokens: int | None) -> dict[str, Any]:
         trainer.train()
         note = "".join(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
     return {"gradients": gradients.steps[0], "note": note}
+
+
+def plain_trainer(*, spread: bool, average: bool, loss: str | None = None) -> dict[str, Any]:
+    """Return logs, the evaluation's loss of nine rows and the counts of tokens of transformers' own trainer.
+
+    Its model has experts, whose auxiliary loss is as large as the loss; alone, it is the stock model in one process.
+    """
+    inputs: dict[str, Any] = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 2}
+    # weights stay, so that the evaluation is of the same ones
+    inputs |= {"average_tokens_across_devices": average, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
+    if spread:
+        layers = {**FSDP2["fsdp_config"], "transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
+        inputs |= {"fsdp": True, "fsdp_config": layers, "parallelism_config": ParallelismConfig(cp_size=2)}
+    with _as_launched(), mock.patch.dict(os.environ):
+        for name in () if spread else ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        trainer = plain(Path(tempfile.mkdtemp()), texts(33), **inputs)
+        trainer.model = trainer.model_wrapped = tiny_model(
+            "mixtral", attn_implementation="sdpa", output_router_logits=True, router_aux_loss_coef=1.0
+        )
+        if spread:
+            fastpack.patch(trainer, loss=loss)
+        metrics = attach(trainer)
+        logged = train(trainer)
+        rows = trainer.train_dataset.select(range(9))
+        return {"logged": logged, "eval": trainer.evaluate(rows)["eval_loss"], "tokens": metrics.totals["real"]}
 
 
 def shard_twice(lora: bool) -> str:

@@ -20,6 +20,7 @@ from rank_work import build as rank_build
 from tiny import VOCAB, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.integrations import neftune
 
 import fastpack
 from fastpack import attention_dispatch
@@ -159,6 +160,8 @@ def wrapped(how: str, *, lora: bool) -> dict[str, Any]:
 def refused(family: str, **options: Any) -> str:
     """Return what a patch over all ranks says."""
     model = build(family)
+    if family == "opt":
+        model.model.decoder.layerdrop = 0.1
     try:
         fastpack.patch(model, context_mesh=mesh(), **options)
     except fastpack.FastpackError as error:
@@ -169,17 +172,50 @@ def refused(family: str, **options: Any) -> str:
 
 def batches_refused(what: str) -> str:
     """Return what every rank says about a batch that can't be spread."""
-    model = fastpack.patch(build("llama"), context_mesh=mesh())
-    lengths, seed = LENGTHS, 0
+    model = fastpack.patch(build("llama"), loss="fused", context_mesh=mesh())
+    lengths, seed, others = LENGTHS, 0, dist.get_rank()
     if what == "other ids":
-        seed = dist.get_rank()
+        seed = others
     elif what == "other lengths":
-        lengths = LENGTHS[:-1] if dist.get_rank() else LENGTHS
+        lengths = LENGTHS[:-1] if others else LENGTHS
     elif what == "an empty share":
         lengths = (dist.get_world_size() - 1,)
+    batch = to_device(INPUT_KINDS["packed_seq_lens"](make_sequences(VOCAB, lengths, seed=seed)), device())
+    if what == "other labels":
+        batch["labels"][0, 10] = others
+    if what == "other embeddings":
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach() + others
     try:
-        run_batch(model, make_sequences(VOCAB, lengths, seed=seed), "packed_seq_lens")
+        model(**batch, use_cache=False)
     except fastpack.PackingError as error:
+        return str(error)
+    return ""
+
+
+def noise() -> list[float]:
+    """Return the largest noise of NEFTune in a packed row, without and with a mesh."""
+    found = []
+    for spread in (None, mesh()):
+        model = build("llama")
+        embedding = model.get_input_embeddings()
+        embedding.neftune_noise_alpha = 5.0
+        embedding.register_forward_hook(neftune.neftune_post_forward_hook)
+        fastpack.patch(model, context_mesh=spread)
+        seen: list[Tensor] = []
+        hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))  # noqa: B023
+        ids = torch.full((1, 64), 5, device=device())
+        model(input_ids=ids, packed_seq_lens=[40, 24])
+        hook.remove()
+        plain = embedding.weight[5].detach()
+        found.append(float((seen[0] - plain).abs().max()))
+    return found
+
+
+def verify_refused() -> str:
+    model = fastpack.patch(build("llama"), context_mesh=mesh())
+    try:
+        fastpack.verify(model)
+    except fastpack.PatchError as error:
         return str(error)
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from spread_work import (
     exactness,
     fused_loss,
     left_alone,
+    noise,
     refused,
+    verify_refused,
     wrapped,
 )
 from tiny import FAST
@@ -26,6 +29,7 @@ import fastpack
 from fastpack.attention_dispatch import heads_reject
 from fastpack.exactness.tiny import NOT_BUILT, build_tiny, model_types
 from fastpack.packing.shards import share_sizes
+from fastpack.patching.options import PatchOptions
 
 KINDS = tuple(INPUT_KINDS)
 NAMED = ("llama", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3")
@@ -117,7 +121,7 @@ def test_engines_take_the_mean(how: str, lora: bool, ranks: Ranks, four: Ranks) 
             assert result["error"] <= FLOAT32_BOUND
 
 
-@pytest.mark.parametrize("what", ["other ids", "other lengths", "an empty share"])
+@pytest.mark.parametrize("what", ["other ids", "other lengths", "other labels", "other embeddings", "an empty share"])
 def test_batches_that_no_group_can_share(what: str, ranks: Ranks) -> None:
     """Every rank raises the same, and nothing hangs."""
     said = ranks.run(batches_refused, what)
@@ -138,12 +142,29 @@ def test_a_rank_that_does_not_come(four: Ranks) -> None:
     ("family", "options", "why"),
     [
         ("rwkv", {}, "mix tokens too"),
+        ("opt", {}, "skips layers at random"),
         ("llama", {"graphs": "auto"}, "exclude each other"),
         ("llama", {"share_prefixes": "auto"}, "exclude each other"),
     ],
 )
 def test_refused_before_anything_changes(family: str, options: dict[str, Any], why: str, ranks: Ranks) -> None:
     assert all(why in said for said in ranks.run(refused, family, **options))
+
+
+def test_noise_of_the_whole_row(ranks: Ranks) -> None:
+    for whole, spread in ranks.run(noise):
+        assert spread == pytest.approx(whole, rel=0.1)
+
+
+def test_verify_says_that_it_cant(ranks: Ranks) -> None:
+    assert all("patch a copy without context_mesh" in said for said in ranks.run(verify_refused))
+
+
+def test_a_mesh_of_one_rank_spreads_nothing() -> None:
+    one: Any = SimpleNamespace(size=lambda: 1)
+    options = PatchOptions(context_mesh=one, graphs="auto")
+    options.check()
+    assert not options.spreads
 
 
 def test_copies_and_pickles(ranks: Ranks) -> None:

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from rank_trainers import EXAMPLES, FSDP2, STEPS, grpo_update, shard_twice, train, train_on_ranks, trainer_of
+from rank_trainers import (
+    EXAMPLES,
+    FSDP2,
+    STEPS,
+    grpo_update,
+    plain_trainer,
+    shard_twice,
+    train,
+    train_on_ranks,
+    trainer_of,
+)
 from ranks import Ranks
 from tiny import tiny_model
 from trainer_cases import furthest
@@ -188,3 +198,16 @@ def test_grpos_update_of_spread_batches(fused: bool, ranks: Ranks) -> None:
         steps = zip(result["gradients"], stock["gradients"], strict=True)
         assert max(furthest(ours, theirs) for ours, theirs in steps) <= (1e-4 if ranks.backend == "gloo" else 1e-3)
     assert furthest(*stock["gradients"][:2]) > 1e-2, "the control: another step's"
+
+
+@pytest.mark.parametrize("loss", [None, "fused"])
+@pytest.mark.parametrize("average", [True, False])
+def test_transformers_own_trainer_with_spread_batches(average: bool, loss: str | None, ranks: Ranks) -> None:
+    """It multiplies the auxiliary loss, too, and cuts the last batch of an evaluation to the rows that there are."""
+    stock = ranks.run(plain_trainer, spread=False, average=average)[0]
+    bound = 3e-5 if ranks.backend == "gloo" else 1e-3
+    for result in ranks.run(plain_trainer, spread=True, average=average, loss=loss):
+        for ours, theirs in zip(result["logged"], stock["logged"], strict=True):
+            assert ours == pytest.approx(theirs, rel=bound)
+        assert result["eval"] == pytest.approx(stock["eval"], rel=bound)
+        assert result["tokens"] == stock["tokens"]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fastpack.errors import PatchError
 from fastpack.families.mixer_spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.fast import run_fast, serves
@@ -53,6 +54,12 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
                 return as_row(run_fast(module, spec.fast, patched.runtime, hidden.squeeze(0), packed))
             kernels = patched.runtime.kernels
             return packed_forward(module, spec, packed, _computed_in(hidden), kernels, *args, **kwargs)
+    if packed.shards is not None:
+        raise PatchError(
+            f"{type(module).__name__} can't run on packed tokens any more: other code has put hooks or a forward on it "
+            "since the patch. Rows hold whole sequences, and each rank has only a share of the tokens. Remove that, or "
+            "patch without a context_mesh."
+        )
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
