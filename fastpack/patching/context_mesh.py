@@ -11,8 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastpack.attention_dispatch import AttentionShape, heads_reject
 from fastpack.errors import PatchError
 from fastpack.families.spec import Family
+from fastpack.layers.mixers.fast import serves
+from fastpack.layers.mixers.shares import mixer_rejects
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.context_parallel import ContextParallel
+from fastpack.patching.recognise import own_class
 
 
 def plan_context_parallel(
@@ -43,6 +46,11 @@ def plan_context_parallel(
     reason = _model_rejects(backbone, family, packs=packs)
     for shape in () if reason is not None else shapes:
         reason = reason or heads_reject(shape.num_heads, shape.num_kv_heads, mesh.size())
+    for module in () if reason is not None else backbone.modules():
+        spec = family.mixers.get(own_class(module, family) or "")
+        if spec is not None:
+            fast = spec.fast if spec.fast is not None and serves(module, spec.fast) else None
+            reason = reason or mixer_rejects(module, fast, mesh.size())
     if reason is not None:
         raise PatchError(
             f"context_mesh of {mesh.size()} ranks can't be exact for {type(backbone).__name__}: {reason}. Nothing was "

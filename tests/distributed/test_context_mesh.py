@@ -28,6 +28,8 @@ from tiny import FAST
 import fastpack
 from fastpack.attention_dispatch import heads_reject
 from fastpack.exactness.tiny import NOT_BUILT, build_tiny, model_types
+from fastpack.families.registry import FAMILIES
+from fastpack.layers.mixers.shares import mixer_rejects
 from fastpack.packing.shards import share_sizes
 from fastpack.patching.options import PatchOptions
 
@@ -165,6 +167,18 @@ def test_a_mesh_of_one_rank_spreads_nothing() -> None:
     options = PatchOptions(context_mesh=one, graphs="auto")
     options.check()
     assert not options.spreads
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_heads_of_mixers_are_known_before(family: str) -> None:
+    """The same numbers decide at the patch and at a batch: what three ranks can't share, the patch refuses."""
+    model: Any = build_tiny(family)
+    row = FAMILIES[family]
+    found = [(m, row.mixers[type(m).__name__]) for m in model.modules() if type(m).__name__ in row.mixers]
+    assert found
+    for module, spec in found:
+        assert mixer_rejects(module, spec.fast, 2) is None
+        assert "not 7" in str(mixer_rejects(module, spec.fast, 7))
 
 
 def test_copies_and_pickles(ranks: Ranks) -> None:

@@ -9,10 +9,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.attention_dispatch import heads_reject
 from fastpack.errors import BackendUnavailableError
+from fastpack.families.mixer_spec import DeltaNetSpec, FastMixerSpec, KimiDeltaSpec, Mamba2Spec
 from fastpack.ops.exchange import to_heads, to_tokens
 from fastpack.packing.shards import TokenShards
 
@@ -67,6 +68,28 @@ def own_heads(shards: TokenShards, arguments: Sequence[Any]) -> list[Any]:
 def tokens_of_heads(shards: TokenShards, x_1ThV: Tensor) -> Tensor:
     """Return this rank's tokens of all heads, ``[1, t, H, V]``."""
     return to_tokens(x_1ThV.squeeze(0), shards.sizes, shards.rank, shards.group).unsqueeze(0)
+
+
+def mixer_rejects(module: Any, spec: FastMixerSpec | None, ranks: int) -> str | None:
+    """Return why so many ranks can't share a mixer's channels and heads, or None; heads are unknown without a spec.
+
+    Args:
+        module: the mixer.
+        spec: what it computes.
+        ranks: the size of the group.
+    """
+    convolutions = [child.out_channels for child in module.modules() if isinstance(child, nn.Conv1d)]
+    heads: list[int] = []
+    if isinstance(spec, DeltaNetSpec):
+        heads = [module.key_dim // module.head_k_dim, module.value_dim // module.head_v_dim]
+    elif isinstance(spec, KimiDeltaSpec):
+        heads = [module.qkv_dim // module.head_dim]
+    elif isinstance(spec, Mamba2Spec):
+        heads = [module.n_groups, module.num_heads]
+    reasons = [heads_reject(count, count, ranks, what="a convolution") for count in convolutions]
+    if heads:
+        reasons.append(heads_reject(max(heads), min(heads), ranks, what="a recurrence"))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _own(shards: TokenShards, x: Tensor) -> Tensor:
