@@ -81,6 +81,22 @@ def spread_step(family: str, lora: str | None, *, checkpointing: str | None = No
     return {"error": error, "control": once(at_home), "rows": calls}
 
 
+def both(family: str) -> float:
+    """Return the error if the ranks share each batch, too: one mesh for both, and no engine around it."""
+    sequences = make_sequences(VOCAB, LENGTHS)
+    expected = run_batch(build(family, None), sequences, "padded right")
+    model = build(family, None)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    fastpack.shard_experts(model, mesh)
+    fastpack.patch(model, context_mesh=mesh)
+    result = run_batch(model, sequences, "padded left")
+    for parameter in model.parameters():
+        if parameter.grad is not None and not hasattr(parameter, "device_mesh"):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    return off(Result([], result.loss, grads_of(model)), Result([], expected.loss, expected.grads))
+
+
 def no_expert_here() -> dict[str, Any]:
     """Return the result and gradients if all tokens of all ranks choose the first rank's experts."""
     generator = torch.Generator().manual_seed(dist.get_rank())

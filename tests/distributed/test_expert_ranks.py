@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from expert_models import FAMILIES
-from expert_ranks_work import no_expert_here, refused, spread_step
+from expert_ranks_work import both, no_expert_here, refused, spread_step
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
 from ranks import Ranks
 from tiny import tiny_model
@@ -21,6 +21,12 @@ def test_a_step_is_that_of_one_process(family: str, lora: str | None, checkpoint
     for result in results:
         assert result["error"] <= bound < 0.01 * result["control"], result
         assert len(result["rows"]) == 2 * (1 if checkpointing is None else 2), "layers"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_share_batches_too(family: str, ranks: Ranks) -> None:
+    bound = FLOAT32_BOUND if ranks.backend == "gloo" else GPU_FLOAT32_BOUND
+    assert max(ranks.run(both, family)) <= bound
 
 
 def test_a_rank_without_rows(ranks: Ranks) -> None:
