@@ -33,7 +33,7 @@ from fastpack.patching.options import (
     not_a_choice,
 )
 from fastpack.patching.report import PatchReport
-from fastpack.patching.state import BUDGET, FUSED_LOSS, SPREAD, options_of, trainer_record
+from fastpack.patching.state import BUDGET, CONTEXT_PARALLEL, FUSED_LOSS, options_of, trainer_record
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.context_parallel import context_mesh_of, plan_spread
@@ -336,7 +336,7 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
     """
     before = [(model, options_of(model)) for model in models_of(target)]
     budget, fused = trainer_record(target, BUDGET), trainer_record(target, FUSED_LOSS)
-    mesh = None if trainer_record(target, SPREAD) is None else context_mesh_of(target)
+    mesh = None if trainer_record(target, CONTEXT_PARALLEL) is None else context_mesh_of(target)
     try:
         yield patch(target, **options)
     finally:

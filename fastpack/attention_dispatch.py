@@ -30,6 +30,7 @@ __all__ = [
     "attend",
     "attend_on_copies",
     "attend_on_heads",
+    "check_heads",
     "choose",
     "choose_for_tree",
     "explain",
@@ -171,15 +172,20 @@ def heads_reject(heads: int, kv_heads: int, ranks: int, *, what: str = "attentio
     return f"{what} of {numbers} can be spread over {allowed}, not {ranks}"
 
 
+def check_heads(heads: int, kv_heads: int, ranks: int, *, what: str = "attention") -> None:
+    """Raise a BackendUnavailableError if :func:`heads_reject` has a reason."""
+    reason = heads_reject(heads, kv_heads, ranks, what=what)
+    if reason is not None:
+        raise BackendUnavailableError(f"{reason}. Pass a context_mesh of such a size.")
+
+
 def attend_on_heads(call: AttentionCall, shards: TokenShards, attention: str) -> Tensor:
     """Give each rank all tokens of some heads, attend there, and give each rank its tokens of all heads.
 
     This is Ulysses (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3). A head of keys that several ranks
     need goes to each of them.
     """
-    reason = heads_reject(call.q.shape[1], call.k.shape[1], shards.ranks)
-    if reason is not None:
-        raise BackendUnavailableError(f"{reason}. Pass a context_mesh of such a size.")
+    check_heads(call.q.shape[1], call.k.shape[1], shards.ranks)
     k, v = call.k, call.v
     if k.shape[1] < shards.ranks:
         k, v = (x.repeat_interleave(shards.ranks // x.shape[1], 1) for x in (k, v))

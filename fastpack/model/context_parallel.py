@@ -42,7 +42,7 @@ class ContextParallel:
         """Pickle without the mesh."""
         return ContextParallel, (None,)
 
-    def spread(self, arguments: Mapping[str, Any], packed: PackedSeqLens, ids: Tensor | None = None) -> PackedSeqLens:
+    def shard(self, arguments: Mapping[str, Any], packed: PackedSeqLens, ids: Tensor | None = None) -> PackedSeqLens:
         """Return ``packed`` for modules that run on this rank's share; every rank calls this at once.
 
         The host waits for the device once, to compare the batches of the ranks.
@@ -66,7 +66,7 @@ class ContextParallel:
         rows = [packed.unpad(x).flatten(1) for x in (ids, *given) if x is not None]
         self._check_same([packed.cu_seqlens[None], packed.position_ids, *rows], packed)
         self.batches += 1
-        return packed.spread(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+        return packed.shard(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
     def _known_mesh(self) -> DeviceMesh:
         """Return the mesh, or raise a PatchError in an unpickled model."""

@@ -267,7 +267,7 @@ def fused_head(
         targets = targets_of(packed, labels, ignore_index)[0]
     num_items, shards, own_targets = arguments.get("num_items_in_batch"), None, targets
     if context_parallel is not None and _each_may_score_its_own(head, packed, targets, arguments):
-        packed = context_parallel.spread(arguments, packed)
+        packed = context_parallel.shard(arguments, packed)
         shards = packed.shards
         assert shards is not None
         num_items = (targets != ignore_index).sum() if num_items is None else num_items

@@ -313,7 +313,7 @@ class PackedSeqLens:
 
         return self.memo(("shared", prefixes), build)
 
-    def spread(self, rank: int, ranks: int, group: Group) -> PackedSeqLens:
+    def shard(self, rank: int, ranks: int, group: Group) -> PackedSeqLens:
         """Return the same batch for modules that run on one rank's share of its tokens.
 
         Attention then takes and returns ``[U, heads, dim]``, where U counts that rank's tokens.

@@ -38,6 +38,7 @@ from fastpack.layers.window_checks import LayerOrder, MixingSpec, mask_maker, na
 from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
 from fastpack.model.composite import composite_forward
+from fastpack.model.context_parallel import ContextParallel
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, head_forward, head_pre_hook
 from fastpack.model.image_sharing import GET_IMAGE_FEATURES, image_features
@@ -143,9 +144,8 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     attentions = [module for module, name in own.items() if name in family.attention]
     model: Any = backbone
     shapes = [attention_shape(model, module, specs.get(own[module])) for module in attentions]
-    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite, not_shared)
     ranks = plan_context_parallel(options.context_mesh, backbone, family, shapes, packs=packs_mixers(recognised))
-    runtime = replace(runtime, context_parallel=ranks)
+    runtime = _make_runtime(recognised, options, mixing_specs, parts.composite, not_shared, ranks)
     around, skipped = _plan_model(parts, recognised, runtime, options)
     refuse_misplaced(backbone, mixing_specs, mask_maker(parts.composite))
     refuse_two_ways(parts, own, attentions, specs)
@@ -204,6 +204,7 @@ def _make_runtime(
     mixing_specs: Mapping[int, MixingSpec],
     composite: Any,
     not_shared: str | None,
+    ranks: ContextParallel | None,
 ) -> ModelRuntime:
     """Make the runtime that the replacements share, from the options; ``not_shared`` says why prefixes can't be."""
     backbone = recognised.backbone
@@ -228,6 +229,7 @@ def _make_runtime(
         graphs=graphs,
         offload=offload,
         sharing=PrefixSharing(never=not_shared) if options.share_prefixes == "auto" else None,
+        context_parallel=ranks,
         composite=composite,
     )
 

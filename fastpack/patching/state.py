@@ -15,7 +15,7 @@ from fastpack.patching.options import PatchOptions
 from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
 
-BUDGET, FUSED_LOSS, SPREAD = "_fastpack_budget", "_fastpack_loss", "_fastpack_spread"
+BUDGET, FUSED_LOSS, CONTEXT_PARALLEL = "_fastpack_budget", "_fastpack_loss", "_fastpack_context_parallel"
 """The attributes of a trainer that hold its token budget, the loss that replaces its own, and what it had before its
 batches were spread over ranks."""
 

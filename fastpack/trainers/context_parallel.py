@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpack.errors import PatchError
 from fastpack.layers.stock_attention import describe_parallelism, sequence_parallelism
-from fastpack.patching.state import SPREAD, trainer_record
+from fastpack.patching.state import CONTEXT_PARALLEL, trainer_record
 from fastpack.utils.classes import defined_in
 from fastpack.utils.replacement import Replacement, do_nothing
 
 
 @dataclass
-class SpreadState:
+class ContextParallelState:
     """The context parallelism of a trainer.
 
     Attributes:
@@ -56,7 +56,7 @@ def context_mesh_of(trainer: Any) -> DeviceMesh | None:
     if not config.cp_enabled or backend != "torch" or mesh is None or not accelerator.is_fsdp2:
         raise PatchError(f"{describe_parallelism(spread, whose)} Nothing was changed.")
     reason = None
-    if hasattr(accelerator, "_cp_context") and trainer_record(trainer, SPREAD) is None:
+    if hasattr(accelerator, "_cp_context") and trainer_record(trainer, CONTEXT_PARALLEL) is None:
         reason = (
             "has set up torch's context parallelism already. Patch before the first trainer.train(), and leave "
             "precompute_ref_log_probs out"
@@ -84,15 +84,15 @@ def plan_spread(trainer: Any, mesh: DeviceMesh | None) -> Callable[[], None]:
 
 
 def _set_up(trainer: Any, ranks: int) -> None:
-    state = trainer_record(trainer, SPREAD)
+    state = trainer_record(trainer, CONTEXT_PARALLEL)
     if state is not None:
         for change in reversed(state.changes):
             change.undo()
         _gather_anew(trainer)
-        del trainer.__dict__[SPREAD]
+        del trainer.__dict__[CONTEXT_PARALLEL]
     if ranks == 1:
         return
-    state = SpreadState(ranks)
+    state = ContextParallelState(ranks)
     replacements: list[tuple[Any, str, Callable[..., Any]]] = [
         (trainer.accelerator, "_prepare_cp", _prepare_nothing),
         (trainer.accelerator, "gather_for_metrics", _gather_once),
@@ -106,7 +106,7 @@ def _set_up(trainer: Any, ranks: int) -> None:
         state.changes.append(Replacement(owner, name, function, ranks, None))
         state.changes[-1].install()
     _gather_anew(trainer)
-    trainer.__dict__[SPREAD] = state
+    trainer.__dict__[CONTEXT_PARALLEL] = state
 
 
 def _gather_anew(trainer: Any) -> None:

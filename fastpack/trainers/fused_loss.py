@@ -22,7 +22,7 @@ from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
-from fastpack.patching.state import FUSED_LOSS, SPREAD, trainer_record
+from fastpack.patching.state import CONTEXT_PARALLEL, FUSED_LOSS, trainer_record
 from fastpack.trainers import step_weights
 from fastpack.trainers.budget import remove_budget
 from fastpack.trainers.log_probs import LogProbsState, plan_log_probs, remove_state
@@ -254,7 +254,7 @@ def _read_pending(trainer: TrainerLike, state: FusedLossState) -> None:
     sums = trainer.accelerator.reduce(torch.stack(state.pending), reduction="sum")
     state.pending.clear()
     metrics = trainer._metrics["train"]
-    spread = trainer_record(trainer, SPREAD)
+    spread = trainer_record(trainer, CONTEXT_PARALLEL)
     copies = 1 if spread is None else spread.ranks  # ranks that share batches count the same tokens
     for entropy, likeliest, labels, tokens, aux_loss in sums.tolist():
         metrics["entropy"].append(entropy / labels if labels else 0.0)

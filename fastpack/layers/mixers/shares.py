@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastpack.attention_dispatch import heads_reject
-from fastpack.errors import BackendUnavailableError
+from fastpack.attention_dispatch import check_heads, heads_reject
 from fastpack.families.mixer_spec import DeltaNetSpec, FastMixerSpec, KimiDeltaSpec, Mamba2Spec
 from fastpack.ops.exchange import to_heads, to_tokens
 from fastpack.packing.shards import TokenShards
@@ -26,7 +25,7 @@ def own_channels(
     Raises:
         BackendUnavailableError: the ranks can't have equally many channels.
     """
-    _check("a convolution", x_1Ct.shape[1], x_1Ct.shape[1], shards.ranks)
+    check_heads(x_1Ct.shape[1], x_1Ct.shape[1], shards.ranks, what="a convolution")
     (own,) = to_heads([x_1Ct.squeeze(0).t().unsqueeze(-1)], shards.sizes, shards.group)
     weight, bias = (None if each is None else _own(shards, each) for each in (weight_CW, bias_C))
     assert weight is not None
@@ -52,7 +51,7 @@ def own_heads(shards: TokenShards, arguments: Sequence[Any]) -> list[Any]:
     """
     given = {i: each.squeeze(0) for i, each in enumerate(arguments) if isinstance(each, Tensor) and each.ndim > 2}
     counts = [each.shape[1] for each in given.values()]
-    _check("a recurrence", max(counts), min(counts), shards.ranks)
+    check_heads(max(counts), min(counts), shards.ranks, what="a recurrence")
     by_dtype = defaultdict(list)
     for i, each in given.items():
         by_dtype[each.dtype].append(i)
@@ -95,9 +94,3 @@ def mixer_rejects(module: Any, spec: FastMixerSpec | None, ranks: int) -> str | 
 def _own(shards: TokenShards, x: Tensor) -> Tensor:
     """Return the entries of this rank's channels or heads."""
     return x.chunk(shards.ranks)[shards.rank]
-
-
-def _check(what: str, heads: int, fewer: int, ranks: int) -> None:
-    reason = heads_reject(heads, fewer, ranks, what=what)
-    if reason is not None:
-        raise BackendUnavailableError(f"{reason}. Pass a context_mesh of such a size.")

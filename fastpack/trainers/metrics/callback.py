@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
 
 from fastpack.errors import FastpackWarning, PatchError, UnsupportedModelError
-from fastpack.patching.state import SPREAD, trainer_record
+from fastpack.patching.state import CONTEXT_PARALLEL, trainer_record
 from fastpack.trainers.metrics.counting import Count, batch_of, count_batch, peak_memory
 from fastpack.trainers.metrics.flops import ModelFlops, read_flops
 from fastpack.trainers.metrics.peaks import peak_of
@@ -156,7 +156,7 @@ class MetricsCallback(TrainerCallback):
         counts = Counter(dict(zip(_SUMMED, sums, strict=False)))
         self._memory = max(self._memory, *columns[_SUMMED.index("memory")])
         del counts["memory"]
-        state = trainer_record(self._trainer, SPREAD)
+        state = trainer_record(self._trainer, CONTEXT_PARALLEL)
         if state is not None:  # ranks that share batches count the same tokens
             for name in counts.keys() - {"steps", "inside", "waiting"}:
                 counts[name] //= state.ranks
