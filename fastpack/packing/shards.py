@@ -56,7 +56,7 @@ class TokenShards:
         """Return the entries of the kept tokens, ``[1, T, ...]`` to ``[1, U, ...]``."""
         return x_1T.narrow(1, self.begin, self.total_tokens)
 
-    keep_ids = keep
+    keep_ids = keep  # shared tokens have another one, which compares copies
 
     def put_together(self, x: Tensor) -> Tensor:
         """Return the entries of all tokens, ``[U, ...]`` to ``[T, ...]``; every rank calls this at once."""

@@ -3,7 +3,7 @@
 The ranks of a group get the same batches from accelerate's data loader. Stock, the trainer then cuts a batch into
 shares, drops its mask, and torch reroutes attention. Here the batch stays whole, and the loss on every rank is that of
 the whole batch, so that the mean of the ranks' gradients is right. What the trainer adds up or gathers over all ranks
-then holds each batch once for each rank of its group. Four replacements correct that.
+then holds each batch once for each rank of its group, which replacements of a few methods correct.
 """
 
 from __future__ import annotations
