@@ -64,6 +64,7 @@ def check(results: list[dict[str, Any]], ranks: int, bound: float = FLOAT32_BOUN
     assert {tokens for result in results for tokens in result["tokens"]} == {*share_sizes(sum(LENGTHS), ranks)}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", NAMED)
 def test_two_ranks(family: str, ranks: Ranks) -> None:
     check(ranks.run(exactness, family, KINDS), 2)
@@ -75,13 +76,14 @@ def test_every_form_of_attention(family: str, ranks: Ranks) -> None:
     check(ranks.run(exactness, family, ("padded left",)), 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", NAMED)
 def test_four_ranks(family: str, four: Ranks) -> None:
     """There are more ranks than heads of keys."""
     check(four.run(exactness, family, KINDS), 4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrids(family: str, ranks: Ranks) -> None:
     """Convolutions and recurrences exchange channels and heads, too."""
@@ -102,6 +104,7 @@ def test_with_lora(checkpointing: bool, ranks: Ranks) -> None:
     check(ranks.run(exactness, "llama", kinds, lora=True, checkpointing=checkpointing), 2)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("prompt", [0, 40])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])

@@ -12,6 +12,7 @@ from tiny import tiny_model
 import fastpack
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("lora", [None, "attention", "experts"])
 @pytest.mark.parametrize("family", FAMILIES)
