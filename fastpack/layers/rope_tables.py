@@ -25,6 +25,11 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
 
 
+def rotates_by_length(backbone: nn.Module) -> bool:
+    """Return whether any module of a backbone has a rotary type whose frequencies depend on the length."""
+    return any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT for module in backbone.modules())
+
+
 def depends_on_length(module: nn.Module) -> bool:
     """Return whether a rotary module's frequencies depend on the length."""
     rope_type = getattr(module, "rope_type", None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fastpack.families.spec import Family
-from fastpack.layers.rope_tables import LENGTH_DEPENDENT
+from fastpack.layers.rope_tables import rotates_by_length
 from fastpack.model.checks import MEDIA
 from fastpack.model.per_token import PER_TOKEN, PER_VISUAL_TOKEN, Origin, token_fingerprints
 from fastpack.packing.handover import EnteredBatch
@@ -226,7 +226,7 @@ def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
     if family.mixers:
         names = ", ".join(family.mixers)
         return f"{names} mix tokens too, or count positions, over whole sequences; only attention can share prefixes"
-    if any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT for module in backbone.modules()):
+    if rotates_by_length(backbone):
         return (
             "its rotary frequencies depend on the length of each sequence, so that the keys of a common prefix differ"
         )

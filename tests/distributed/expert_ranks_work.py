@@ -7,12 +7,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from expert_models import COUNTS, STACKS, lora_config
+from expert_models import COUNTS, STACKS, expert_model, with_expert_lora
 from oracle import Result, make_sequences, run_batch, trained_tokens
-from peft import get_peft_model
 from rank_work import Case, checkpoint, device, grads_of, off, step
+from spread_work import mesh
 from tiny import VOCAB, tiny_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
@@ -24,18 +23,10 @@ EXPERTS = 4
 
 
 def build(family: str, lora: str | None) -> Any:
-    every_layer = {"mlp_only_layers": [], "num_hidden_layers": 2} if family == "qwen3_moe" else {}
-    model = tiny_model(family, **{COUNTS[family]: EXPERTS, **every_layer})
-    if lora is None:
-        return model.to(device())
-    torch.manual_seed(1)
-    config = lora_config(target_parameters=list(STACKS) if lora == "experts" else None)
-    model = get_peft_model(model, config)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.3)
-    return model.train().to(device())
+    model = expert_model(family, **{COUNTS[family]: EXPERTS})
+    if lora is not None:
+        model = with_expert_lora(model, target_parameters=list(STACKS) if lora == "experts" else None)
+    return model.to(device())
 
 
 def spread_step(family: str, lora: str | None, *, checkpointing: str | None = None) -> dict[str, Any]:
@@ -51,7 +42,7 @@ def spread_step(family: str, lora: str | None, *, checkpointing: str | None = No
 
     def once(exchange: Any = across_ranks.exchange) -> float:
         model = build(family, lora)
-        fastpack.shard_experts(model, init_device_mesh(device().type, (dist.get_world_size(),)))
+        fastpack.shard_experts(model, mesh())
         names = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         fastpack.patch(model)
@@ -86,9 +77,8 @@ def both(family: str) -> float:
     sequences = make_sequences(VOCAB, LENGTHS)
     expected = run_batch(build(family, None), sequences, "padded right")
     model = build(family, None)
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    fastpack.shard_experts(model, mesh)
-    fastpack.patch(model, context_mesh=mesh)
+    fastpack.shard_experts(model, mesh())
+    fastpack.patch(model, context_mesh=mesh())
     result = run_batch(model, sequences, "padded left")
     for parameter in model.parameters():
         if parameter.grad is not None and not hasattr(parameter, "device_mesh"):
@@ -126,7 +116,7 @@ def no_expert_here() -> dict[str, Any]:
 def refused(family: str, experts: int) -> str:
     model = tiny_model(family, **{COUNTS[family]: experts})
     try:
-        fastpack.shard_experts(model, init_device_mesh(device().type, (dist.get_world_size(),)))
+        fastpack.shard_experts(model, mesh())
     except fastpack.PatchError as error:
         assert not any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         return str(error)

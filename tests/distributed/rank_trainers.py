@@ -167,9 +167,7 @@ def plain_trainer(*, spread: bool, average: bool, loss: str | None = None) -> di
     if spread:
         layers = {**FSDP2["fsdp_config"], "transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
         inputs |= {"fsdp": True, "fsdp_config": layers, "parallelism_config": ParallelismConfig(cp_size=2)}
-    with _as_launched(), mock.patch.dict(os.environ):
-        for name in () if spread else ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
+    with _as_launched(alone=not spread):
         trainer = plain(Path(tempfile.mkdtemp()), texts(33), **inputs)
         trainer.model = trainer.model_wrapped = tiny_model(
             "mixtral", attn_implementation="sdpa", output_router_logits=True, router_aux_loss_coef=1.0
@@ -209,10 +207,7 @@ def grpo_update(*, spread: bool, fused: bool, **further: Any) -> dict[str, Any]:
 
     The rollouts are drawn, and the same on each rank.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    with _as_launched(), mock.patch.dict(os.environ):
-        for name in names:
-            os.environ.pop(name, None)
+    with _as_launched(alone=True):
         trainer = grpo_on_rollouts(Path(tempfile.mkdtemp()), lora=True, **further)
         if fused:
             fastpack.patch(trainer, loss="fused")
@@ -229,8 +224,8 @@ def grpo_update(*, spread: bool, fused: bool, **further: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_launched() -> Iterator[None]:
-    """Reset accelerate as in a new process, and let it accept FSDP on a CPU as on GPUs."""
+def _as_launched(*, alone: bool = False) -> Iterator[None]:
+    """Reset accelerate as in a new process, and let it accept FSDP on a CPU as on GPUs; ``alone``: as the only one."""
     stock = state.AcceleratorState.__init__
 
     def begin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
@@ -239,6 +234,8 @@ def _as_launched() -> Iterator[None]:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
     with mock.patch.dict(os.environ), mock.patch.object(state.AcceleratorState, "__init__", begin):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if alone else ():
+            os.environ.pop(name, None)
         state.AcceleratorState._reset_state(reset_partial_state=True)
         try:
             yield
