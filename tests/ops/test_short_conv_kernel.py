@@ -80,6 +80,20 @@ def test_strided_rows_and_what_is_not_trained(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_programs_that_walk_over_several_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "processors", lambda device: 1)
+    monkeypatch.setattr(kernels, "WAVES", 2)
+    lengths = [50, 1, 29]
+    inputs, offsets = inputs_of(sum(lengths), 16, 4, device, torch.float32), offsets_of(lengths, device)
+    actual, expected = (with_gradients(inputs, offsets, "silu", how) for how in ("triton", "torch"))
+    assert all(relative(mine, right) <= 1e-6 for mine, right in zip(actual, expected, strict=True))
+    monkeypatch.setattr(kernels, "WAVES", 1000)
+    spread = with_gradients(inputs, offsets, "silu", "triton")
+    assert torch.equal(actual[1], spread[1])
+    assert not torch.equal(actual[2], spread[2]), "the weight's sums have another order"
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_equal_bits_in_every_run_and_empty_sequences(device: str) -> None:
     """In a bucket the last offset is repeated."""
     inputs = inputs_of(40, 16, 4, device, torch.float32)
