@@ -108,7 +108,7 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
             row = replace(row, error=f"trains another model: {verdict.off}")
             verdict = compare(results, half=half)
         results.append(row)
-        print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
+        print(f"{name}: {_in_short(row)}", file=sys.stderr, flush=True)
         if not verdict.agree:
             break
     not_run = dict.fromkeys(variants[len(results) :], f"was not run: {verdict.against!r} and {name!r} disagree")
@@ -125,6 +125,13 @@ def _result(name: str, settings: RunSettings) -> RunResult:
         if not variant.foreign:
             raise
         return RunResult(name, error=str(error))
+
+
+def _in_short(row: RunResult) -> str:
+    if row.error is None:
+        return f"{row.tokens_per_second:,.0f} real tokens/s"
+    held = "" if row.held_memory is None else f" ({row.peak_memory:.2f} GiB in tensors, {row.held_memory:.2f} held)"
+    return f"{row.error}{held}"
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:

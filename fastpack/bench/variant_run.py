@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def run(settings: RunSettings) -> RunResult:
                 torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
         first = train(model, settings, timer)
     except torch.OutOfMemoryError:
-        return RunResult(settings.variant, error=OUT_OF_MEMORY)
+        return RunResult(settings.variant, error=OUT_OF_MEMORY, **_peaks(on_gpu))
     except LossNotFusedError as error:
         return RunResult(settings.variant, error=str(error))
     batches = settings.timed_batches()
@@ -48,12 +49,21 @@ def run(settings: RunSettings) -> RunResult:
         seconds=timer.seconds(),
         tokens=tokens,
         slots=sum(tokens) if settings.spec.packed else sum(max(batch) * len(batch) for batch in batches),
-        peak_memory=(torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() or 0) / 2**30,
-        held_memory=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+        **_peaks(on_gpu),
         losses=first.losses,
         gradient_norms=first.norms,
         expert_norms=first.expert_norms,
     )
+
+
+def _peaks(on_gpu: bool) -> dict[str, Any]:
+    """Return the fields of a result that measure memory."""
+    if not on_gpu:
+        return {"peak_memory": (resident_bytes() or 0) / 2**30}
+    return {
+        "peak_memory": torch.cuda.max_memory_allocated() / 2**30,
+        "held_memory": torch.cuda.max_memory_reserved() / 2**30,
+    }
 
 
 def main() -> None:

@@ -303,7 +303,8 @@ def test_exit_codes(
 def test_each_variant_is_reported_as_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [made_up("stock padded", 500), RunResult("fastpack", error="out of memory")]
+    full = RunResult("fastpack", error="out of memory", peak_memory=9.71, held_memory=11.5)
+    rows = [made_up("stock padded", 500), full]
     stand_in(monkeypatch, rows)
     names = [row.variant for row in rows]
     settings = RunSettings("", lengths="8", steps=5)
@@ -311,7 +312,7 @@ def test_each_variant_is_reported_as_it_ends(
     assert result.floor_rate == pytest.approx(5 * 16 * 8 / (needed_flops(settings) / CEILING.flops))
     assert capsys.readouterr().err.splitlines() == [
         "stock padded: 500 real tokens/s",
-        "fastpack: out of memory",
+        "fastpack: out of memory (9.71 GiB in tensors, 11.50 held)",
     ]
 
 

@@ -54,11 +54,14 @@ def test_the_allocator_is_limited(vram: float | None, fraction: list[float], mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 4 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
     monkeypatch.setattr(variant_run, "build_model", lambda *args: (None, ""))
     monkeypatch.setattr(variant_run, "train_with_trl", too_large)
     flags = [] if vram is None else ["--vram", str(vram)]
     settings = settings_of("--shape", "tiny", *flags, on_gpu=True)
-    assert variant_run.run(RunSettings("fastpack", vram=settings.vram)).error == OUT_OF_MEMORY
+    result = variant_run.run(RunSettings("fastpack", vram=settings.vram))
+    assert (result.error, result.peak_memory, result.held_memory) == (OUT_OF_MEMORY, 3, 4)
     assert limits == pytest.approx(fraction)
