@@ -17,3 +17,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     started = Ranks(request.param)
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Four processes on the CPU."""
+    started = Ranks("gloo", world=4)
+    yield started
+    started.stop()

@@ -156,6 +156,46 @@ def generated_within(max_tokens: int | None) -> dict[str, Any]:
     return {"gradients": gradients.steps[0], "note": note}
 
 
+def part_of_a_run(
+    folder: str, lora: bool, *, alone: bool = False, stop: int | None = None, resumed: int | None = None, **further: Any
+) -> dict[str, Any]:
+    """Train SFT up to step ``stop``, with checkpoints in ``folder``, or from one; return logs and rows of each step.
+
+    ``alone``: in one process, as if there were no ranks.
+    """
+    ranks = 1 if alone else dist.get_world_size()
+    keep = further.pop("keep", None)
+    with _as_launched(alone=alone):
+        saving = {"output_dir": folder, "save_strategy": "steps" if resumed is None else "no", "save_steps": 1}
+        trainer = trainer_of("sft", lora, ranks, True, **saving, **further)
+        if keep is not None:
+            fastpack.shard_base(trainer, keep=keep)
+        rows: list[list[tuple[int, ...]]] = []
+        step = trainer.compute_loss
+
+        def watched(model: Any, inputs: Any, **kwargs: Any) -> Any:
+            masks = inputs["attention_mask"].bool()
+            rows.append([tuple(ids[mask].tolist()) for ids, mask in zip(inputs["input_ids"], masks, strict=True)])
+            return step(model, inputs, **kwargs)
+
+        trainer.compute_loss = watched
+        trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=None if resumed is None else f"{folder}/checkpoint-{resumed}")
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logged = [(entry["loss"], float(entry["grad_norm"])) for entry in entries]
+    return {"logged": logged, "rows": rows}
+
+
+class StopAt(TrainerCallback):
+    """A callback that ends a run behind a step, and its checkpoint."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
 def plain_trainer(*, spread: bool, average: bool, loss: str | None = None) -> dict[str, Any]:
     """Return logs, the evaluation's loss of nine rows and the counts of tokens of transformers' own trainer.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,13 +47,6 @@ HYBRIDS = (
     "qwen3_next",
 )
 HYBRID_BOUND = 1e-4
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    started = Ranks("gloo", world=4)
-    yield started
-    started.stop()
 
 
 def check(results: list[dict[str, Any]], ranks: int, bound: float = FLOAT32_BOUND) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rank_trainers import (
     FSDP2,
     STEPS,
     grpo_update,
+    part_of_a_run,
     plain_trainer,
     shard_twice,
     train,
@@ -19,6 +21,7 @@ from rank_trainers import (
     trainer_of,
 )
 from ranks import Ranks
+from sft_cases import rows
 from tiny import tiny_model
 from trainer_cases import furthest
 
@@ -164,6 +167,60 @@ def test_context_parallelism(kind: str, lora: bool, loss: str | None, alone: Any
         assert spread == f"context parallelism: each batch is spread over 2 ranks, {batches} batches so far"
         assert (result["tier"], result["tier after"]) == ("fast", "stock")
         for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
+            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": ({}, {"alone": True}),
+    "a sharded base": ({"keep": 1}, {"alone": True}),
+    "accumulation": (
+        {},
+        {"alone": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": EXAMPLES // 2},
+    ),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", RESUMED)
+def test_resumed_in_one_process(how: str, alone: Any, ranks: Ranks, tmp_path: Path) -> None:
+    """With as many examples a step, a run that resumes on fewer ranks sees each once, and goes on as it would have."""
+    first, then = RESUMED[how]
+    began = ranks.run(part_of_a_run, str(tmp_path), True, stop=1, **first)
+    ended = ranks.run(part_of_a_run, str(tmp_path), True, resumed=1, **then)[:1]
+    check_resumed(began, ended, alone["sft", True], ranks)
+
+
+def test_resumed_with_another_number_of_examples_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    """The control: transformers counts steps, so that half as many examples a step are seen twice."""
+    began = ranks.run(part_of_a_run, str(tmp_path), True, stop=1)
+    ended = ranks.run(part_of_a_run, str(tmp_path), True, resumed=1, alone=True, per_device_train_batch_size=4)[:1]
+    seen = [row for result in (*began, *ended) for step in result["rows"] for row in step]
+    assert len({*seen}) < len(seen)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_spread_batches_resumed_on_other_ranks(
+    lora: bool, alone: Any, ranks: Ranks, four: Ranks, tmp_path: Path
+) -> None:
+    """Two ranks share each batch; then two pairs of ranks share one half each, and the other way round."""
+    shards = {"fsdp_config": {**FSDP2["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}}
+    of_two, of_four = ({**SPREAD, **shards} for _ in range(2))
+    of_four |= {"per_device_train_batch_size": EXAMPLES // 2}
+    of_four |= {"parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=2)}
+    for before, then, first, second in ((ranks, four, of_two, of_four), (four, ranks, of_four, of_two)):
+        folder = str(tmp_path / str(before.world))
+        began = before.run(part_of_a_run, folder, lora, stop=1, **first)[::2]
+        ended = then.run(part_of_a_run, folder, lora, resumed=1, **second)[::2]
+        check_resumed(began, ended, alone["sft", lora], ranks)
+
+
+def check_resumed(began: list[dict[str, Any]], ended: list[dict[str, Any]], whole: list[Any], ranks: Ranks) -> None:
+    """Compare what two parts of a run saw and logged with the data and with a whole run."""
+    seen = [row for result in (*began, *ended) for step in result["rows"] for row in step]
+    assert sorted(seen) == sorted(map(tuple, rows(EXAMPLES * STEPS)["input_ids"])), "each example once"
+    for result in ended:
+        assert len(result["logged"]) == STEPS
+        for ours, stock in zip(result["logged"], whole, strict=True):
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
 
 
