@@ -64,10 +64,14 @@ def quantised(
 
 def loaded_again(folder: Path, model: nn.Module, dtype: torch.dtype, device: str = "cpu", **settings: Any) -> nn.Module:
     """By transformers, with bitsandbytes' layers."""
+    model.save_pretrained(folder)
+    return loaded(folder, dtype, device, **settings)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **settings: Any) -> Any:
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=BitsAndBytesConfig(**settings),

@@ -39,7 +39,7 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
     if cls is nn.Linear:
         return _read_linear(module, at_rest)
     if cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes."):
-        return _read_4bit(module)
+        return _read_4bit(module, at_rest)
     if wraps_parameter(module) and linear_sizes(_wrapped(module)) is None:
         return f"LoRA on weights of a {type(_wrapped(module)).__name__}, which PEFT adds to these"
     if hasattr(module, "lora_A") and cls.__module__ in _PEFT_MODULES:
@@ -176,10 +176,10 @@ def _read_linear(module: Any, at_rest: bool) -> Projection | str:
     return why_not_plain(weight, at_rest) or Projection(weight, product_dtype(weight, weight.dtype), module.bias)
 
 
-def _read_4bit(module: Any) -> Projection | str:
-    weight = module.weight
-    state = getattr(weight, "quant_state", None)
-    if type(weight).__name__ != "Params4bit" or state is None or weight.numel() == 0:
+def _read_4bit(module: Any, at_rest: bool) -> Projection | str:
+    weight, state = module.weight, _quant_state(module)
+    plain = type(weight).__name__ == "Params4bit" or why_not_plain(weight, at_rest) is None
+    if not plain or state is None or weight.numel() == 0:
         return "its 4-bit weight is not quantised yet, partitioned or offloaded"
     if getattr(state, "packing_format_for_cpu", False):
         return "its 4-bit weight is packed for a CPU"
@@ -187,6 +187,12 @@ def _read_4bit(module: Any) -> Projection | str:
         return "it has not chosen its compute dtype yet"
     # autocast also casts inside bitsandbytes' matmul, whatever its compute dtype
     return Projection(weight, product_dtype(weight, module.compute_dtype), module.bias, quant_state=state)
+
+
+def _quant_state(module: Any) -> Any:
+    """Return the ``QuantState`` of a 4-bit layer, or None; a weight that FSDP2 gathers leaves it with the layer."""
+    state = getattr(module.weight, "quant_state", None)
+    return module.quant_state if state is None else state
 
 
 def _read_lora(module: Any, at_rest: bool) -> Projection | str:

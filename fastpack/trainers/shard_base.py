@@ -35,7 +35,8 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
 
     In a loop of your own, ``model = fastpack.shard_base(model)`` returns the model inside DDP.
 
-    All adapters, embedding and head stay whole: PEFT saves the first, sometimes the others, and on one rank alone.
+    All adapters, embedding and head stay whole: PEFT saves the first, sometimes the others, and on one rank alone. Of
+    bitsandbytes' 4-bit weights, the packed values are sharded; their scales, a thirtieth as large, stay whole.
 
     Args:
         target: a model with adapters, patched or not; or a trainer that holds one and has not run yet, whose
@@ -47,8 +48,9 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
         The model inside ``DistributedDataParallel``; or the trainer.
 
     Raises:
-        PatchError: nothing or everything trains; weights are quantised or sharded already; the mesh has several
-            dimensions; there is one process; or the trainer's accelerator shards models itself. Nothing was changed.
+        PatchError: nothing or everything trains; weights are sharded already, or quantised in another way than
+            bitsandbytes' 4 bits; the mesh has several dimensions; there is one process; or the trainer's accelerator
+            shards models itself. Nothing was changed.
     """
     if isinstance(target, nn.Module):
         _check(target, mesh)
@@ -80,11 +82,12 @@ def _check(model: nn.Module, mesh: DeviceMesh | None) -> None:
     elif not any(trained) or all(trained):
         reason = f"{'everything' if all(trained) else 'nothing'} trains: add adapters (peft.get_peft_model) first"
     else:
+        packed = {id(layer.weight) for layer in _layers_of_4bit(model)}
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
                 reason = f"{name} is sharded already"
-            elif not parameter.is_floating_point():
-                reason = f"{name} is quantised ({parameter.dtype}), and whole on each rank is small: use DDP"
+            elif not parameter.is_floating_point() and id(parameter) not in packed:
+                reason = f"{name} is quantised to {parameter.dtype}: use bitsandbytes' 4 bits, or DDP"
     if reason is not None:
         raise PatchError(
             f"the frozen weights of this {type(model).__name__} can't be sharded: {reason}. Nothing was changed."
@@ -98,6 +101,9 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
     if mesh is None:
         kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    for layer in _layers_of_4bit(model):  # FSDP2 keeps plain tensors only
+        layer.quant_state = layer.weight.quant_state
+        layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
     whole = _kept_whole(model)
     layers: list[Any] = decoder_layers(find_parts(model).backbone)
     for index, layer in enumerate(layers):
@@ -115,6 +121,11 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
     frozen += [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     return DistributedDataParallel(model, **settings)
+
+
+def _layers_of_4bit(model: nn.Module) -> list[Any]:
+    """Return the layers with bitsandbytes' 4-bit weights."""
+    return [m for m in model.modules() if getattr(m._parameters.get("weight"), "quant_state", None) is not None]
 
 
 def _kept_whole(model: nn.Module) -> set[nn.Parameter]:

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig, state
 from accelerate.utils import DistributedType
-from adapter_cases import with_lora
+from adapter_cases import NF4, loaded, with_lora
 from grpo_cases import grpo as grpo_on_rollouts
 from own_losses import with_own_loss
 from preferences import pairs, settings, word_tokenizer
 from rank_work import device
 from safetensors.torch import load_file
 from sft_cases import rows, tokenizer
-from tiny import tiny_model
+from tiny import VOCAB, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from trainer_cases import BUILD, Gradients, grpo, ids_of, plain, texts, watch_batches
 from transformers import TrainerCallback
@@ -44,10 +45,24 @@ FSDP2: dict[str, Any] = {
 
 
 def trainer_of(
-    kind: str, lora: bool, ranks: int, patched: bool, loss: Any = None, model_type: str = "llama", **further: Any
+    kind: str,
+    lora: bool,
+    ranks: int,
+    patched: bool,
+    loss: Any = None,
+    model_type: str = "llama",
+    in_4bit: Path | None = None,
+    **further: Any,
 ) -> Any:
-    """Build an SFT or DPO trainer, patched as a user would; the reference is patched before the trainer shards it."""
+    """Build an SFT or DPO trainer, patched as a user would; the reference is patched before the trainer shards it.
+
+    Args:
+        in_4bit: a folder with a model that bitsandbytes quantises.
+    """
     model: Any = tiny_model(model_type, attn_implementation="sdpa")
+    if in_4bit is not None:
+        place = str(device()) if dist.is_initialized() else "cuda" if torch.cuda.is_available() else "cpu"
+        model = loaded(in_4bit, device=place, **NF4, bnb_4bit_compute_dtype=torch.float32)
     # made before the arguments, since transformers' ZeRO-3 would partition it at once, with other weights
     reference: Any = None if lora or kind == "sft" else tiny_model("llama", attn_implementation="sdpa")
     if lora:
@@ -218,6 +233,29 @@ def plain_trainer(*, spread: bool, average: bool, loss: str | None = None) -> di
         logged = train(trainer)
         rows = trainer.train_dataset.select(range(9))
         return {"logged": logged, "eval": trainer.evaluate(rows)["eval_loss"], "tokens": metrics.totals["real"]}
+
+
+def of_4_bits(
+    folder: Path, *, sharded: bool, patched: bool = True, shares: tuple[int, ...] = (0, 1)
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the gradients of adapters on a 4-bit model, averaged over ranks, and the tier that the report names.
+
+    Without ``sharded``, the stock model computes them in one process, for the batches of these ranks.
+    """
+    place = str(device()) if sharded else "cpu"
+    model: Any = with_lora(loaded(folder, device=place, **NF4, bnb_4bit_compute_dtype=torch.float32))
+    outer = model
+    if sharded:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        outer, shares = fastpack.shard_base(fastpack.patch(model) if patched else model), (dist.get_rank(),)
+    for rank in shares:
+        ids = torch.randint(3, VOCAB, (3, 20), generator=torch.Generator().manual_seed(rank)).to(place)
+        mask = torch.arange(20).to(place) < torch.tensor([[20], [11 - rank], [5]]).to(place)
+        labels = ids.masked_fill(~mask, -100)
+        loss = outer(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False).loss
+        (loss / len(shares)).backward()
+    grads = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return grads, fastpack.report(model).tier
 
 
 def shard_twice(lora: bool) -> str:

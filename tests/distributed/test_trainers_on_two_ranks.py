@@ -13,6 +13,7 @@ from rank_trainers import (
     FSDP2,
     STEPS,
     grpo_update,
+    of_4_bits,
     part_of_a_run,
     plain_trainer,
     shard_twice,
@@ -110,6 +111,37 @@ def test_a_sharded_base(kind: str, keep: int, alone: Any, ranks: Ranks) -> None:
         assert own == pytest.approx(every / 2, rel=0.01), "some sizes are odd"
         for ours, stock in zip(result["logged"], alone[kind, True], strict=True):
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_gradients_over_a_sharded_base_in_4_bits(patched: bool, checkpoint: Path, ranks: Ranks) -> None:
+    """The packed weights are plain tensors to FSDP2; their layers keep what unpacks them, for bitsandbytes, too."""
+    stock, _ = of_4_bits(checkpoint, sharded=False)
+    for ours, tier in ranks.run(of_4_bits, checkpoint, sharded=True, patched=patched):
+        assert tier == ("fast" if patched else "stock")
+        assert furthest(ours, stock) <= (1e-5 if ranks.backend == "gloo" else 1e-3)
+    assert furthest(of_4_bits(checkpoint, sharded=False, shares=(0,))[0], stock) > 0.1, "one rank's batch alone"
+
+
+@pytest.mark.parametrize("loss", [None, "fused"])
+def test_a_sharded_base_in_4_bits(loss: str | None, checkpoint: Path, alone: Any, ranks: Ranks) -> None:
+    """TRL trains adapters on 4-bit weights in bfloat16."""
+    stock = train(trainer_of("sft", True, 1, False, in_4bit=checkpoint))
+    shared: dict[str, Any] = {"in_4bit": checkpoint, "loss": loss, "gradient_checkpointing": True}
+    for rank, result in enumerate(ranks.run(train_on_ranks, "sft", True, keep=0, **shared)):
+        assert result["saved"] == ([result["trained"]] if rank == 0 else [])
+        assert (result["tier"], result["as_modules"], result["tier after"]) == ("fast", {}, "stock")
+        own, every = result["sharded"]
+        assert own == pytest.approx(every / 2, rel=0.01)
+        for ours, theirs in zip(result["logged"], stock, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-2)
+    assert stock[0] != pytest.approx(alone["sft", True][0], rel=1e-2), "the check sees another model"
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
