@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import Ranks
+from tiny import tiny_model
 
 
 @pytest.fixture(scope="session", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
@@ -25,3 +27,10 @@ def four() -> Iterator[Ranks]:
     started = Ranks("gloo", world=4)
     yield started
     started.stop()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder with a tiny Llama, large enough for blocks of 4-bit weights; ranks save none, only the first would."""
+    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    return tmp_path

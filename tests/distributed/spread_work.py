@@ -8,12 +8,13 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from adapter_cases import with_lora
+from adapter_cases import NF4, loaded, with_lora
 from oracle import INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch, to_device, trained_tokens
 from rank_work import Case, batch_of, device, grads_of, off, one_process, wrap
 from rank_work import build as rank_build
@@ -57,10 +58,21 @@ def error_of(model: Any, alone: Result, kind: str, lengths: tuple[int, ...] = LE
 
 
 def exactness(
-    family: str, kinds: tuple[str, ...], *, lora: bool = False, checkpointing: bool = False
+    family: str,
+    kinds: tuple[str, ...],
+    *,
+    lora: bool = False,
+    checkpointing: bool = False,
+    in_4bit: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the errors by kind of input and without the other ranks' tokens, and the tokens of each exchange."""
+    """Return the errors by kind of input and without the other ranks' tokens, and the tokens of each exchange.
+
+    Args:
+        in_4bit: a folder with the model, which bitsandbytes then quantises; by default a tiny one of the family.
+    """
     model = build(family, lora=lora)
+    if in_4bit is not None:
+        model = with_lora(loaded(in_4bit, device=str(device()), **NF4, bnb_4bit_compute_dtype=torch.float32))
     alone = run_alone(model, make_sequences(VOCAB, LENGTHS))
     fastpack.patch(model, context_mesh=mesh())
     if checkpointing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,10 @@ def test_every_family(family: str, ranks: Ranks) -> None:
 def test_with_lora(checkpointing: bool, ranks: Ranks) -> None:
     kinds = ("packed_seq_lens", "padded right")
     check(ranks.run(exactness, "llama", kinds, lora=True, checkpointing=checkpointing), 2)
+
+
+def test_with_lora_on_4_bits(checkpoint: Path, ranks: Ranks) -> None:
+    check(ranks.run(exactness, "llama", ("padded right",), checkpointing=True, in_4bit=checkpoint), 2)
 
 
 @pytest.mark.sample(9)

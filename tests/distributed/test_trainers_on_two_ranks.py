@@ -113,12 +113,6 @@ def test_a_sharded_base(kind: str, keep: int, alone: Any, ranks: Ranks) -> None:
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("patched", [True, False])
 def test_gradients_over_a_sharded_base_in_4_bits(patched: bool, checkpoint: Path, ranks: Ranks) -> None:
     """The packed weights are plain tensors to FSDP2; their layers keep what unpacks them, for bitsandbytes, too."""
