@@ -42,7 +42,13 @@ class ContextParallel:
         """Pickle without the mesh."""
         return ContextParallel, (None,)
 
-    def shard(self, arguments: Mapping[str, Any], packed: PackedSeqLens, ids: Tensor | None = None) -> PackedSeqLens:
+    def shard(
+        self,
+        arguments: Mapping[str, Any],
+        packed: PackedSeqLens,
+        ids: Tensor | None = None,
+        media: Sequence[str] = (),
+    ) -> PackedSeqLens:
         """Return ``packed`` for modules that run on this rank's share; every rank calls this at once.
 
         The host waits for the device once, to compare the batches of the ranks.
@@ -51,12 +57,20 @@ class ContextParallel:
             arguments: the backbone's arguments, before they are un-padded.
             packed: the batch's packing.
             ids: the ids ``[B, S]`` from which a composite has made the embeddings of its text model, or None.
+            media: the names of arguments that the backbone itself puts in place of tokens.
 
         Raises:
             PatchError: this model was unpickled, and knows no group.
-            PackingError: the ranks have different batches, or there are fewer tokens than ranks. All of them raise it.
+            PackingError: there are media; the ranks have different batches; or there are fewer tokens than ranks. All
+                of them raise it.
         """
         mesh = self._known_mesh()
+        found = [name for name in media if arguments.get(name) is not None]
+        if found:
+            raise PackingError(
+                f"this model's backbone puts {', '.join(found)} in place of the tokens of images, and a rank has only "
+                "its share of these. Send text only, or patch without context_mesh."
+            )
         if torch.compiler.is_compiling():
             raise PatchError(
                 "torch.compile can't trace the exchanges between the ranks of a context_mesh: leave fullgraph=True out."

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from adapter_cases import NF4, loaded, with_lora
+from composite_cases import off as composite_off
+from composite_cases import results as composite_results
 from oracle import INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch, to_device, trained_tokens
 from rank_work import Case, batch_of, device, grads_of, off, one_process, wrap
 from rank_work import build as rank_build
@@ -25,6 +27,8 @@ from transformers.integrations import neftune
 
 import fastpack
 from fastpack import attention_dispatch
+from fastpack.exactness.image_text import batch_of as batch_of_rows
+from fastpack.exactness.image_text import build_image_text, flat_of, samples
 from fastpack.exactness.tiny import build_tiny
 from fastpack.layers.mixers import shares
 from fastpack.model import loss as loss_module
@@ -46,11 +50,15 @@ def build(family: str, *, lora: bool = False) -> Any:
 
 def averaged(result: Result) -> Result:
     """Return a result with the mean of all ranks' gradients, which an engine takes."""
-    grads = {name: grad.clone() for name, grad in result.grads.items()}
-    for grad in grads.values():
+    return result._replace(grads=averaged_grads(result.grads))
+
+
+def averaged_grads(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    means = {name: grad.clone() for name, grad in grads.items()}
+    for grad in means.values():
         dist.all_reduce(grad)
         grad /= dist.get_world_size()
-    return result._replace(grads=grads)
+    return means
 
 
 def error_of(model: Any, alone: Result, kind: str, lengths: tuple[int, ...] = LENGTHS) -> Error:
@@ -104,6 +112,31 @@ def exact_or_refused(family: str) -> str | float:
         assert not fastpack.is_patched(model)
         return str(error)
     return compare(averaged(run_batch(model, sequences, "padded right")), alone).worst
+
+
+def images_or_refused(model_type: str) -> str | dict[str, float]:
+    """Return the errors of a tiny model on rows with images, by form of the batch; or why it is refused."""
+    model = build_image_text(model_type).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not name.endswith("k_proj.bias")  # its gradient is rounding alone
+    model, rows = model.to(device()), [to_device(row, device()) for row in samples(model)]
+    alone = composite_results(model, rows)
+    batches = {"padded": batch_of_rows(model, rows), "flat": flat_of(model, rows)}
+    try:
+        fastpack.patch(model, context_mesh=mesh())
+    except fastpack.FastpackError as error:
+        assert not fastpack.is_patched(model)
+        return str(error)
+    errors: dict[str, float] = {}
+    for form, batch in batches.items():
+        try:
+            logits, grads = composite_results(model, [batch])
+        except fastpack.PackingError as error:
+            return str(error)
+        errors[form] = max(composite_off((logits, averaged_grads(grads)), alone))
+    with exchanging(without_others):
+        logits, grads = composite_results(model, [batches["padded"]])
+    return errors | {"control": max(composite_off((logits, averaged_grads(grads)), alone))}
 
 
 @contextlib.contextmanager

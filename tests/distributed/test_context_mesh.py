@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from composite_cases import CAUSAL
 from oracle import FLOAT32_BOUND, INPUT_KINDS
 from ranks import Ranks
 from spread_work import (
@@ -17,6 +18,7 @@ from spread_work import (
     exact_or_refused,
     exactness,
     fused_loss,
+    images_or_refused,
     left_alone,
     noise,
     refused,
@@ -27,6 +29,8 @@ from tiny import FAST
 
 import fastpack
 from fastpack.attention_dispatch import heads_reject
+from fastpack.exactness.image_settings import LAYOUTS
+from fastpack.exactness.image_text import image_text_types, not_built
 from fastpack.exactness.tiny import NOT_BUILT, build_tiny, model_types
 from fastpack.families.registry import FAMILIES
 from fastpack.layers.mixers.shares import mixer_rejects
@@ -81,6 +85,34 @@ def test_four_ranks(family: str, four: Ranks) -> None:
 def test_hybrids(family: str, ranks: Ranks) -> None:
     """Convolutions and recurrences exchange channels and heads, too."""
     check(ranks.run(exactness, family, ("packed_seq_lens", "padded left")), 2, HYBRID_BOUND)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_images(model_type: str, ranks: Ranks) -> None:
+    """Each rank runs the tower on all images. Positions of several axes and features for layers go with tokens."""
+    for result in ranks.run(images_or_refused, model_type):
+        assert isinstance(result, dict), result
+        assert result.pop("control") > 0.1
+        assert max(result.values()) <= HYBRID_BOUND, result
+
+
+COUNTS_ROWS = "emu3"
+"""Its tower's batch norm counts the images of all rows, so that a batch is not each row alone, stock or not."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted({*LAYOUTS} - {*CAUSAL, COUNTS_ROWS}))
+def test_images_of_every_family(model_type: str, ranks: Ranks) -> None:
+    if model_type not in image_text_types() or not_built(model_type) is not None:
+        pytest.skip("not in this release of transformers")
+    for result in ranks.run(images_or_refused, model_type):
+        assert isinstance(result, str) or (result.pop("control") > 0.1 and max(result.values()) <= HYBRID_BOUND)
+
+
+def test_images_that_the_backbone_itself_takes(ranks: Ranks) -> None:
+    for said in ranks.run(images_or_refused, "chameleon"):
+        assert "puts pixel_values in place of the tokens of images" in said
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def results(model: Any, batches: list[dict[str, Any]]) -> tuple[Tensor, dict[str
         outs.append(logits.flatten(0, 1) if mask is None else logits[mask.bool()])
     joined = torch.cat(outs)
     weights = torch.randn(joined.shape, generator=torch.Generator().manual_seed(0))
-    (joined * weights).sum().backward()
+    (joined * weights.to(joined)).sum().backward()
     return joined.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
