@@ -135,6 +135,8 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 2},
     "got_ocr2": {"vision_config": {"image_size": 64, "mlp_dim": FFN, "output_channels": HEAD_DIM}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB},
+    "inkling2_text": {"unpadded_vocab_size": VOCAB},
     "jamba": {
         "num_hidden_layers": 4,  # both mixers, each with experts and without
         "attn_layer_period": 2,

@@ -44,8 +44,8 @@ def influence(model: Any, length: int = LENGTH) -> float:
     changed_BS = ids_BS.clone()
     changed_BS[:, 0] = tiny.FIRST_PLAIN + (ids_BS[:, 0] - tiny.FIRST_PLAIN + 7) % (tiny.AFTER_PLAIN - tiny.FIRST_PLAIN)
     with torch.no_grad():
-        before_BV = model(input_ids=ids_BS).logits[:, -1]
-        after_BV = model(input_ids=changed_BS).logits[:, -1]
+        before_BV = model(input_ids=ids_BS, use_cache=False).logits[:, -1]
+        after_BV = model(input_ids=changed_BS, use_cache=False).logits[:, -1]
     return float((after_BV - before_BV).abs().max() / before_BV.abs().max())
 
 
@@ -64,8 +64,9 @@ def measure(model_type: str) -> Measures:
     moved = influence(model)
     model.train()
     ids_BS = tiny.plain_tokens(ROWS, LENGTH)
-    logits_BSV = model(input_ids=ids_BS).logits
-    again_BSV = model(input_ids=ids_BS).logits  # with gradients, too, since another kernel would round differently
+    logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+    # with gradients, too, since another kernel would round differently
+    again_BSV = model(input_ids=ids_BS, use_cache=False).logits
     logits_BSV.square().mean().backward()
     return Measures(
         parameters=sum(p.numel() for p in model.parameters()),
