@@ -52,12 +52,14 @@ def trainer_of(
     loss: Any = None,
     model_type: str = "llama",
     in_4bit: Path | None = None,
+    streams: bool = False,
     **further: Any,
 ) -> Any:
     """Build an SFT or DPO trainer, patched as a user would; the reference is patched before the trainer shards it.
 
     Args:
         in_4bit: a folder with a model that bitsandbytes quantises.
+        streams: whether SFT's rows are streamed.
     """
     model: Any = tiny_model(model_type, attn_implementation="sdpa")
     if in_4bit is not None:
@@ -73,9 +75,9 @@ def trainer_of(
     if ranks == 1 and arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else one process takes all GPUs for itself, with nn.DataParallel
     if kind == "sft":
-        trainer: Any = SFTTrainer(
-            model, args=arguments, train_dataset=rows(EXAMPLES * STEPS), processing_class=tokenizer()
-        )
+        data: Any = rows(EXAMPLES * STEPS)
+        data = data.to_iterable_dataset() if streams else data
+        trainer: Any = SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer())
     else:
         if reference is not None and patched:
             spread = "parallelism_config" in further
@@ -256,6 +258,19 @@ def of_4_bits(
         (loss / len(shares)).backward()
     grads = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     return grads, fastpack.report(model).tier
+
+
+def streamed_to_transformers_trainer() -> tuple[str, str]:
+    """Return what patching transformers' trainer says if it would spread streamed rows, and its model's tier."""
+    with _as_launched():
+        spread = {**FSDP2, "parallelism_config": ParallelismConfig(cp_size=2)}
+        trainer = plain(Path(tempfile.mkdtemp()), texts(33), max_steps=1, **spread)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        try:
+            fastpack.patch(trainer)
+        except fastpack.PatchError as error:
+            return str(error), fastpack.report(trainer).tier
+    return "", "patched"
 
 
 def shard_twice(lora: bool) -> str:

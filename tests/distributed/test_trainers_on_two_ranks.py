@@ -17,6 +17,7 @@ from rank_trainers import (
     part_of_a_run,
     plain_trainer,
     shard_twice,
+    streamed_to_transformers_trainer,
     train,
     train_on_ranks,
     trainer_of,
@@ -194,6 +195,18 @@ def test_context_parallelism(kind: str, lora: bool, loss: str | None, alone: Any
         assert (result["tier"], result["tier after"]) == ("fast", "stock")
         for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+
+
+def test_streamed_batches(ranks: Ranks) -> None:
+    """In TRL's trainers each rank reads the stream; transformers' own has one rank read it and deal the rows."""
+    stock = train(trainer_of("sft", False, 1, False, streams=True))
+    for result in ranks.run(train_on_ranks, "sft", False, streams=True, **SPREAD):
+        for ours, theirs in zip(result["logged"], stock, strict=True):
+            assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+    for said, tier in ranks.run(streamed_to_transformers_trainer):
+        assert "deals the rows of a streamed data set to all ranks" in said
+        assert said.endswith("Nothing was changed.")
+        assert tier == "stock"
 
 
 RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
