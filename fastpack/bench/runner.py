@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich.console import Console
+
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.flops import needed_flops
 from fastpack.bench.same_losses import LossAgreement, compare
@@ -95,14 +97,16 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
         FastpackError: a process failed for another reason than a lack of memory; its output is printed first.
     """
     half = on_gpu or settings.mode == "qlora"  # on a CPU, only the adapters of 4-bit weights are bfloat16
-    machine = _run("measuring this machine", "fastpack.bench.ceiling")
+    with Console(stderr=True).status("measuring this machine"):
+        machine = _run("measuring this machine", "fastpack.bench.ceiling")
     ceiling = Ceiling(**machine["ceiling"])
     results: list[RunResult] = []
     verdict = compare(results, half=half)
     reference = next((name for name in variants if not VARIANTS[name].foreign), None)
     variants = sorted(variants, key=lambda name: name != reference)
     for name in variants:
-        row = _result(name, settings)
+        with Console(stderr=True).status(f"{name}: builds its model and trains {settings.total_steps} steps"):
+            row = _result(name, settings)
         verdict = compare([*results, row], half=half)
         if VARIANTS[name].foreign and not verdict.agree:
             row = replace(row, error=f"trains another model: {verdict.off}")
