@@ -72,13 +72,15 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=BitsAndBytesConfig(**settings),
         attn_implementation="eager",
         dtype=dtype,
         device_map={"": device},
     ).train()
+    assert any(type(module).__module__ == "bitsandbytes.nn.modules" for module in model.modules())
+    return model
 
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

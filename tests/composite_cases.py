@@ -35,6 +35,7 @@ def results(model: Any, batches: list[dict[str, Any]]) -> tuple[Tensor, dict[str
 def off(one: tuple[Tensor, Mapping[str, Tensor]], other: tuple[Tensor, Mapping[str, Tensor]]) -> tuple[float, float]:
     """Return the relative errors of logits and of the worst gradient, with a floor of 1e-3 of the largest gradient."""
     assert one[1].keys() == other[1].keys()
+    assert all(bool(x.isfinite().all()) for x in (*one[1].values(), *other[1].values())), "else max() may skip it"
     floor = 1e-3 * max(grad.abs().max() for grad in other[1].values())
     grads = [(one[1][n] - g).abs().max() / g.abs().max().clamp(min=floor) for n, g in other[1].items()]
     return ((one[0] - other[0]).abs().max() / other[0].abs().max()).item(), max(grads).item()

@@ -178,6 +178,7 @@ def ids_of(example: dict[str, Any]) -> tuple[int, ...]:
 def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Return the largest difference over the largest value, at least 1e-3 of the largest gradient of all."""
     assert ours.keys() == theirs.keys()
+    assert all(bool(g.isfinite().all()) for g in (*ours.values(), *theirs.values())), "else max() may skip it"
     floor = 1e-3 * max(float(g.abs().max()) for g in theirs.values())
     return max(
         float((mine - theirs[name]).abs().max()) / max(float(theirs[name].abs().max()), floor)

@@ -15,7 +15,7 @@ from rich.console import Console
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.flops import needed_flops
 from fastpack.bench.same_losses import LossAgreement, compare
-from fastpack.bench.settings import RunResult, RunSettings
+from fastpack.bench.settings import OUT_OF_MEMORY, RunResult, RunSettings
 from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
 
@@ -134,8 +134,9 @@ def _result(name: str, settings: RunSettings) -> RunResult:
 def _in_short(row: RunResult) -> str:
     if row.error is None:
         return f"{row.tokens_per_second:,.0f} real tokens/s"
-    held = "" if row.held_memory is None else f" ({row.peak_memory:.2f} GiB in tensors, {row.held_memory:.2f} held)"
-    return f"{row.error}{held}"
+    if row.error != OUT_OF_MEMORY or row.held_memory is None:
+        return row.error
+    return f"{row.error} ({row.peak_memory:.2f} GiB in tensors, {row.held_memory:.2f} held)"
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:

@@ -65,12 +65,6 @@ class ContextParallel:
                 of them raise it.
         """
         mesh = self._known_mesh()
-        found = [name for name in media if arguments.get(name) is not None]
-        if found:
-            raise PackingError(
-                f"this model's backbone puts {', '.join(found)} in place of the tokens of images, and a rank has only "
-                "its share of these. Send text only, or patch without context_mesh."
-            )
         if torch.compiler.is_compiling():
             raise PatchError(
                 "torch.compile can't trace the exchanges between the ranks of a context_mesh: leave fullgraph=True out."
@@ -78,7 +72,13 @@ class ContextParallel:
         names = ("input_ids",) if ids is not None else ("input_ids", "inputs_embeds")
         given = [arguments.get(name) for name in names]
         rows = [packed.unpad(x).flatten(1) for x in (ids, *given) if x is not None]
-        self._check_same([packed.cu_seqlens[None], packed.position_ids, *rows], packed)
+        found = [name for name in media if arguments.get(name) is not None]
+        self._check_same([packed.cu_seqlens[None], packed.position_ids, *rows], packed, len(found))
+        if found:
+            raise PackingError(
+                f"this model's backbone puts {', '.join(found)} in place of the tokens of images, and a rank has only "
+                "its share of these. Send text only, or patch without context_mesh."
+            )
         self.batches += 1
         return packed.shard(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
@@ -95,10 +95,10 @@ class ContextParallel:
         """Raise a PackingError on every rank unless all ranks have the same labels; the host waits for the device."""
         self._check_same([labels.reshape(1, -1)], packed)
 
-    def _check_same(self, rows: Sequence[Tensor], packed: PackedSeqLens) -> None:
-        """Raise unless all ranks have the same batch, by fingerprints of rows ``[1, ...]``."""
+    def _check_same(self, rows: Sequence[Tensor], packed: PackedSeqLens, media: int = 0) -> None:
+        """Raise unless all ranks have the same batch, by fingerprints of rows ``[1, ...]`` and the number of media."""
         mesh = self._known_mesh()
-        counts = torch.tensor([packed.total_tokens, packed.num_sequences], device=rows[0].device)
+        counts = torch.tensor([packed.total_tokens, packed.num_sequences, media], device=rows[0].device)
         own = torch.cat([counts, joined([fingerprints(row) for row in rows])[0]])
         prints = all_rows(own[None], [1] * mesh.size(), mesh.get_group()).tolist()
         others = [rank for rank, each in enumerate(prints) if each != prints[0]]
@@ -118,5 +118,6 @@ class ContextParallel:
 
 
 def _described(fingerprint: list[int]) -> str:
-    tokens, sequences, number, _ = fingerprint
-    return f"{tokens} tokens in {sequences} sequences (fingerprint {number % 2**16:04x})"
+    tokens, sequences, media, number, _ = fingerprint
+    of_media = f" and {counted(media, 'argument')} with images" if media else ""
+    return f"{tokens} tokens in {sequences} sequences{of_media} (fingerprint {number % 2**16:04x})"

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastpack.errors import PatchError
 from fastpack.model.unwrap import find_parts
+from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.utils.modules import decoder_layers
 from fastpack.utils.replacement import Replacement, replaces
 
@@ -36,7 +37,8 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
     In a loop of your own, ``model = fastpack.shard_base(model)`` returns the model inside DDP.
 
     All adapters, embedding and head stay whole: PEFT saves the first, sometimes the others, and on one rank alone. Of
-    bitsandbytes' 4-bit weights, the packed values are sharded; their scales, a thirtieth as large, stay whole.
+    bitsandbytes' 4-bit weights, the packed values are sharded. Their scales stay whole: an eighth of the values, a
+    thirtieth with double quantisation.
 
     Args:
         target: a model with adapters, patched or not; or a trainer that holds one and has not run yet, whose
@@ -49,8 +51,8 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
 
     Raises:
         PatchError: nothing or everything trains; weights are sharded already, or quantised in another way than
-            bitsandbytes' 4 bits; the mesh has several dimensions; there is one process; or the trainer's accelerator
-            shards models itself. Nothing was changed.
+            bitsandbytes' ``Linear4bit``; the mesh has several dimensions; there is one process; or the trainer's
+            accelerator shards models itself. Nothing was changed.
     """
     if isinstance(target, nn.Module):
         _check(target, mesh)
@@ -82,16 +84,35 @@ def _check(model: nn.Module, mesh: DeviceMesh | None) -> None:
     elif not any(trained) or all(trained):
         reason = f"{'everything' if all(trained) else 'nothing'} trains: add adapters (peft.get_peft_model) first"
     else:
-        packed = {id(layer.weight) for layer in _layers_of_4bit(model)}
-        for name, parameter in model.named_parameters():
-            if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
-                reason = f"{name} is sharded already"
-            elif not parameter.is_floating_point() and id(parameter) not in packed:
-                reason = f"{name} is quantised to {parameter.dtype}: use bitsandbytes' 4 bits, or DDP"
+        whole = _kept_whole(model)
+        reason = next(filter(None, (_rejects(model, *each, whole) for each in model.named_parameters())), None)
     if reason is not None:
         raise PatchError(
             f"the frozen weights of this {type(model).__name__} can't be sharded: {reason}. Nothing was changed."
         )
+
+
+def _rejects(model: nn.Module, name: str, parameter: nn.Parameter, whole: set[nn.Parameter]) -> str | None:
+    """Return why a parameter can't be sharded, or None."""
+    if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
+        return f"{name} is sharded already"
+    state = getattr(parameter, "quant_state", None)
+    quantised = state is not None or isinstance(parameter, QuantizedStack) or not parameter.is_floating_point()
+    if not quantised or parameter in whole:
+        return None
+    if not _is_4bit(model.get_submodule(name.rpartition(".")[0])):
+        return (
+            f"{name} is quantised, and no weight of bitsandbytes' Linear4bit: whole on each rank it is small, use DDP"
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        return f"{name} was packed for a CPU by an evaluation: call shard_base before it"
+    return None
+
+
+def _is_4bit(layer: nn.Module) -> bool:
+    """Return whether a layer is bitsandbytes' ``Linear4bit``, with a quantised weight."""
+    weight = layer._parameters.get("weight")
+    return getattr(weight, "quant_state", None) is not None and hasattr(layer, "quant_storage")
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dict[str, Any]) -> nn.Module:
@@ -101,10 +122,9 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
     if mesh is None:
         kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    for layer in _layers_of_4bit(model):  # FSDP2 keeps plain tensors only
-        layer.quant_state = layer.weight.quant_state
-        layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     whole = _kept_whole(model)
+    _leave_scales_with_layers(model, whole, device)
     layers: list[Any] = decoder_layers(find_parts(model).backbone)
     for index, layer in enumerate(layers):
         frees = index < len(layers) - keep
@@ -114,18 +134,27 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
         assert isinstance(layer, FSDPModule)
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + AHEAD])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - AHEAD) : index][::-1])
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     for parameter in whole:  # fully_shard has moved the others
         parameter.data = parameter.data.to(device)
+        if getattr(parameter, "quant_state", None) is not None:
+            parameter.quant_state.to(device)  # type: ignore[attr-defined]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     frozen += [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     return DistributedDataParallel(model, **settings)
 
 
-def _layers_of_4bit(model: nn.Module) -> list[Any]:
-    """Return the layers with bitsandbytes' 4-bit weights."""
-    return [m for m in model.modules() if getattr(m._parameters.get("weight"), "quant_state", None) is not None]
+def _leave_scales_with_layers(model: nn.Module, whole: set[nn.Parameter], device: torch.device) -> None:
+    """Make the 4-bit weights that are not kept whole plain tensors, as FSDP2 needs; what unpacks them stays outside."""
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    layers: list[Any] = [layer for layer in model.modules() if _is_4bit(layer)]
+    for layer in layers:
+        weight = layer.weight
+        if weight not in whole:
+            weight.quant_state.to(device)
+            layer.quant_state = weight.quant_state
+            layer.weight = plain.setdefault(weight, nn.Parameter(weight.data, requires_grad=False))
+            layer.support_avx512bf16_for_cpu = False  # an evaluation would pack the gathered weight in another way
 
 
 def _kept_whole(model: nn.Module) -> set[nn.Parameter]:

@@ -61,8 +61,9 @@ def trainer_of(
         in_4bit: a folder with a model that bitsandbytes quantises.
         streams: whether SFT's rows are streamed.
     """
-    model: Any = tiny_model(model_type, attn_implementation="sdpa")
-    if in_4bit is not None:
+    if in_4bit is None:
+        model: Any = tiny_model(model_type, attn_implementation="sdpa")
+    else:
         place = str(device()) if dist.is_initialized() else "cuda" if torch.cuda.is_available() else "cpu"
         model = loaded(in_4bit, device=place, **NF4, bnb_4bit_compute_dtype=torch.float32)
     # made before the arguments, since transformers' ZeRO-3 would partition it at once, with other weights
@@ -238,26 +239,48 @@ def plain_trainer(*, spread: bool, average: bool, loss: str | None = None) -> di
 
 
 def of_4_bits(
-    folder: Path, *, sharded: bool, patched: bool = True, shares: tuple[int, ...] = (0, 1)
-) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the gradients of adapters on a 4-bit model, averaged over ranks, and the tier that the report names.
+    folder: Path,
+    *,
+    sharded: bool,
+    patched: bool = True,
+    evaluated: bool = False,
+    shares: tuple[int, ...] = (0, 1),
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return the gradients of adapters on a 4-bit model, averaged over ranks, its tier, and the bytes that are sharded.
 
     Without ``sharded``, the stock model computes them in one process, for the batches of these ranks.
+
+    Args:
+        evaluated: whether an evaluation with a cache, which runs bitsandbytes' own layers, comes before.
+        **settings: further ones of bitsandbytes.
     """
     place = str(device()) if sharded else "cpu"
-    model: Any = with_lora(loaded(folder, device=place, **NF4, bnb_4bit_compute_dtype=torch.float32))
+    quantised = loaded(folder, device=place, **NF4, bnb_4bit_compute_dtype=torch.float32, **settings)
+    packed = sum(p.numel() for p in quantised.parameters() if p.dtype == torch.uint8)
+    model: Any = with_lora(quantised)
     outer = model
     if sharded:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         outer, shares = fastpack.shard_base(fastpack.patch(model) if patched else model), (dist.get_rank(),)
+    if evaluated:
+        with torch.no_grad():
+            outer.eval()(input_ids=torch.arange(3, 12)[None].to(place), use_cache=True)
+        outer.train()
     for rank in shares:
         ids = torch.randint(3, VOCAB, (3, 20), generator=torch.Generator().manual_seed(rank)).to(place)
         mask = torch.arange(20).to(place) < torch.tensor([[20], [11 - rank], [5]]).to(place)
         labels = ids.masked_fill(~mask, -100)
         loss = outer(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False).loss
         (loss / len(shares)).backward()
-    grads = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    return grads, fastpack.report(model).tier
+    split = [p for p in model.parameters() if p.dtype == torch.uint8 and hasattr(p, "device_mesh")]
+    return {
+        "gradients": {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None},
+        "tier": fastpack.report(model).tier,
+        "packed": packed,
+        "own": sum(p.to_local().numel() for p in split),
+        "sharded": sum(p.numel() for p in split),
+    }
 
 
 def streamed_to_transformers_trainer() -> tuple[str, str]:
@@ -273,10 +296,11 @@ def streamed_to_transformers_trainer() -> tuple[str, str]:
     return "", "patched"
 
 
-def shard_twice(lora: bool) -> str:
-    """Return what the second call for a model says, or the first if all of it trains."""
-    model: Any = tiny_model("llama")
-    model = with_lora(model) if lora else model
+def refused_shards(what: str) -> str:
+    """Return what :func:`fastpack.shard_base` says to a model: ``full``, ``experts``, or ``lora`` the second time."""
+    model: Any = tiny_model("mixtral" if what == "experts" else "llama")
+    model = fastpack.quantize_experts(model) if what == "experts" else model
+    model = model if what == "full" else with_lora(model)
     try:
         for _ in range(2):
             fastpack.shard_base(model.to(device()))

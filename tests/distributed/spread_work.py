@@ -78,8 +78,9 @@ def exactness(
     Args:
         in_4bit: a folder with the model, which bitsandbytes then quantises; by default a tiny one of the family.
     """
-    model = build(family, lora=lora)
-    if in_4bit is not None:
+    if in_4bit is None:
+        model = build(family, lora=lora)
+    else:
         model = with_lora(loaded(in_4bit, device=str(device()), **NF4, bnb_4bit_compute_dtype=torch.float32))
     alone = run_alone(model, make_sequences(VOCAB, LENGTHS))
     fastpack.patch(model, context_mesh=mesh())
@@ -137,6 +138,19 @@ def images_or_refused(model_type: str) -> str | dict[str, float]:
     with exchanging(without_others):
         logits, grads = composite_results(model, [batches["padded"]])
     return errors | {"control": max(composite_off((logits, averaged_grads(grads)), alone))}
+
+
+def images_on_one_rank() -> str:
+    """Return what a backbone that puts images in place of tokens says if the first rank alone has them."""
+    model: Any = build_image_text("chameleon").train().to(device())
+    fastpack.patch(model, context_mesh=mesh())
+    row = max(samples(model), key=len)
+    batch = row if dist.get_rank() == 0 else {"input_ids": row["input_ids"]}
+    try:
+        model(**to_device(batch, device()))
+    except fastpack.PackingError as error:
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager

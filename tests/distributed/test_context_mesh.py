@@ -18,6 +18,7 @@ from spread_work import (
     exact_or_refused,
     exactness,
     fused_loss,
+    images_on_one_rank,
     images_or_refused,
     left_alone,
     noise,
@@ -99,6 +100,11 @@ def test_images(model_type: str, ranks: Ranks) -> None:
 
 COUNTS_ROWS = "emu3"
 """Its tower's batch norm counts the images of all rows, so that a batch is not each row alone, stock or not."""
+NOT_SPREAD = {
+    *("chameleon", "dots3_note", "glm5_next", "hy_v4_vl", "inkling2", "inkling2_loop", "kosmos-2", "kosmos-2.5"),
+    *("minimax_m3_vl", "mistral_large4", "qwen4_exp"),
+}
+"""Composites whose batches with images can't be spread."""
 
 
 @pytest.mark.slow
@@ -107,7 +113,14 @@ def test_images_of_every_family(model_type: str, ranks: Ranks) -> None:
     if model_type not in image_text_types() or not_built(model_type) is not None:
         pytest.skip("not in this release of transformers")
     for result in ranks.run(images_or_refused, model_type):
+        assert isinstance(result, str) == (model_type in NOT_SPREAD), result
         assert isinstance(result, str) or (result.pop("control") > 0.1 and max(result.values()) <= HYBRID_BOUND)
+
+
+def test_images_on_one_rank_alone(ranks: Ranks) -> None:
+    """Each rank raises, and none waits."""
+    for said in ranks.run(images_on_one_rank):
+        assert "1 argument with images" in said
 
 
 def test_images_that_the_backbone_itself_takes(ranks: Ranks) -> None:

@@ -16,7 +16,7 @@ from rank_trainers import (
     of_4_bits,
     part_of_a_run,
     plain_trainer,
-    shard_twice,
+    refused_shards,
     streamed_to_transformers_trainer,
     train,
     train_on_ranks,
@@ -24,7 +24,7 @@ from rank_trainers import (
 )
 from ranks import Ranks
 from sft_cases import rows
-from tiny import tiny_model
+from tiny import VOCAB, tiny_model
 from trainer_cases import furthest
 
 import fastpack
@@ -114,14 +114,30 @@ def test_a_sharded_base(kind: str, keep: int, alone: Any, ranks: Ranks) -> None:
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
 
 
-@pytest.mark.parametrize("patched", [True, False])
-def test_gradients_over_a_sharded_base_in_4_bits(patched: bool, checkpoint: Path, ranks: Ranks) -> None:
+IN_4_BITS: dict[str, dict[str, Any]] = {
+    "patched": {},
+    "stock": {"patched": False},
+    "evaluated before": {"evaluated": True},
+    "stock, evaluated before": {"patched": False, "evaluated": True},
+    "the head, too": {"llm_int8_skip_modules": ["none"]},
+    "stored as bfloat16": {"bnb_4bit_quant_storage": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("how", IN_4_BITS)
+def test_gradients_over_a_sharded_base_in_4_bits(how: str, checkpoint: Path, ranks: Ranks) -> None:
     """The packed weights are plain tensors to FSDP2; their layers keep what unpacks them, for bitsandbytes, too."""
-    stock, _ = of_4_bits(checkpoint, sharded=False)
-    for ours, tier in ranks.run(of_4_bits, checkpoint, sharded=True, patched=patched):
-        assert tier == ("fast" if patched else "stock")
-        assert furthest(ours, stock) <= (1e-5 if ranks.backend == "gloo" else 1e-3)
-    assert furthest(of_4_bits(checkpoint, sharded=False, shares=(0,))[0], stock) > 0.1, "one rank's batch alone"
+    settings = IN_4_BITS[how]
+    of_model = {name: value for name, value in settings.items() if name.startswith(("bnb", "llm"))}
+    stock = of_4_bits(checkpoint, sharded=False, **of_model)
+    for result in ranks.run(of_4_bits, checkpoint, sharded=True, **settings):
+        assert result["tier"] == ("fast" if settings.get("patched", True) else "stock")
+        assert furthest(result["gradients"], stock["gradients"]) <= (1e-5 if ranks.backend == "gloo" else 1e-3)
+        if how != "stored as bfloat16":
+            head = 64 * VOCAB // 2 if how == "the head, too" else 0
+            assert (result["own"], result["sharded"]) == ((stock["packed"] - head) // 2, stock["packed"] - head)
+    control = of_4_bits(checkpoint, sharded=False, shares=(0,), **of_model)
+    assert furthest(control["gradients"], stock["gradients"]) > 0.1, "one rank's batch alone"
 
 
 @pytest.mark.parametrize("loss", [None, "fused"])
@@ -139,11 +155,21 @@ def test_a_sharded_base_in_4_bits(loss: str | None, checkpoint: Path, alone: Any
     assert stock[0] != pytest.approx(alone["sft", True][0], rel=1e-2), "the check sees another model"
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_bases_that_cant_be_sharded(lora: bool, ranks: Ranks) -> None:
-    why = "is sharded already" if lora else "everything trains"
-    for said in ranks.run(shard_twice, lora):
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("full", "everything trains"),
+        ("lora", "is sharded already"),
+        ("experts", "no weight of bitsandbytes' Linear4bit"),
+    ],
+)
+def test_bases_that_cant_be_sharded(what: str, why: str, ranks: Ranks) -> None:
+    for said in ranks.run(refused_shards, what):
         assert why in said
+        assert said.endswith("Nothing was changed.")
+
+
+def test_one_process_has_nothing_to_shard() -> None:
     with pytest.raises(fastpack.PatchError, match="there is one process"):
         fastpack.shard_base(tiny_model("llama"))
 

@@ -36,7 +36,7 @@ def with_gradients(
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("activation", ["silu", None])
-@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("taps", [1, 4, 8])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
 def test_kernel_is_the_definition(
@@ -57,7 +57,7 @@ def test_kernel_is_the_definition(
     truth = with_gradients(wide, offsets, activation, "torch")
     for mine, theirs, right in zip(actual, plain, truth, strict=True):
         assert_no_worse(mine, theirs, right)
-    if len(lengths) > 1:
+    if len(lengths) > 1 and taps > 1:
         joined = offsets_of([lengths[0] + lengths[1], *lengths[2:]], device)
         control = with_gradients(inputs, joined, activation, "triton")
         assert min(relative(*pair) for pair in zip(control[:3], truth[:3], strict=True)) > 1e-3, "a boundary less"
@@ -84,7 +84,8 @@ def test_programs_that_walk_over_several_tiles(device: str, monkeypatch: pytest.
     monkeypatch.setattr(kernels, "processors", lambda device: 1)
     monkeypatch.setattr(kernels, "WAVES", 2)
     lengths = [50, 1, 29]
-    inputs, offsets = inputs_of(sum(lengths), 16, 4, device, torch.float32), offsets_of(lengths, device)
+    channels = kernels.FORWARD["BLOCK_C"] + 40
+    inputs, offsets = inputs_of(sum(lengths), channels, 4, device, torch.float32), offsets_of(lengths, device)
     actual, expected = (with_gradients(inputs, offsets, "silu", how) for how in ("triton", "torch"))
     assert all(relative(mine, right) <= 1e-6 for mine, right in zip(actual, expected, strict=True))
     monkeypatch.setattr(kernels, "WAVES", 1000)
@@ -100,6 +101,46 @@ def test_equal_bits_in_every_run_and_empty_sequences(device: str) -> None:
     first = with_gradients(inputs, offsets_of([30, 10], device), "silu", "triton")
     again = with_gradients(inputs, offsets_of([30, 10, 0, 0, 0], device), "silu", "triton")
     assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_of_other_sequences_are_never_read_as_factors(device: str) -> None:
+    """Not even where they are not finite."""
+    (x, weight, bias), offsets = inputs_of(30, 16, 4, device, torch.float32), offsets_of([10, 9, 11], device)
+    clean = with_gradients([x, weight, bias], offsets, "silu", "triton")
+    rows = x.detach().clone()
+    rows[10:19] = float("nan")
+    out = short_conv(rows.requires_grad_(), weight, bias, offsets, activation="silu", implementation="triton")
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+    (dx,) = torch.autograd.grad(out, [rows], direction)
+    for mine, right in ((out, clean[0]), (dx, clean[1])):
+        for part in (slice(0, 10), slice(19, 30)):
+            assert torch.equal(mine[part], right[part])
+        assert mine[10:19].isnan().any(), "the control"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_tokens_and_a_bias_with_gaps(device: str) -> None:
+    (x, weight, bias), offsets = inputs_of(8, 4, 3, device, torch.float32), offsets_of([5, 3], device)
+    gaps = torch.stack([bias.detach(), -bias.detach()], 1)[:, 0].requires_grad_()
+    out, *grads = with_gradients([x, weight, gaps], offsets, "silu", "triton")
+    assert not gaps.is_contiguous()
+    for mine, right in zip((out, *grads), with_gradients([x, weight, bias], offsets, "silu", "triton"), strict=True):
+        assert torch.equal(mine, right)
+    none = [x.detach()[:0].requires_grad_(), weight, bias]
+    out, *grads = with_gradients(none, offsets_of([0], device), "silu", "triton")
+    assert out.shape == (0, 4)
+    assert not any(bool(grad.any()) for grad in grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_weight_in_another_dtype(device: str) -> None:
+    inputs, offsets = inputs_of(20, 8, 4, device, torch.float32), offsets_of([12, 8], device)
+    inputs[0] = inputs[0].detach().bfloat16().requires_grad_()
+    actual, expected = (with_gradients(inputs, offsets, "silu", how) for how in ("triton", "torch"))
+    for mine, right in zip(actual, expected, strict=True):
+        assert mine.dtype == right.dtype
+        assert relative(mine, right) <= 1e-2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -311,7 +311,7 @@ def _decay_per_head_rejects(device: torch.device) -> str | None:
 
 @functools.cache
 def _on_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _fla(module: str, name: str, run: Callable[..., Tensor], *, decay_per_head: bool = False) -> Kernel:

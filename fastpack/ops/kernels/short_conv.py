@@ -74,11 +74,11 @@ def _inside(window, token, begin, end, FIRST: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
-def _convolved(window, taps, bias, LAST: tl.constexpr, TAPS: tl.constexpr):
-    """Return z ``[BLOCK_T, BLOCK_C]`` of the tokens of the tile at ``LAST`` of a window."""
-    z = window[LAST].to(tl.float32) * taps[0] + bias
+def _convolved(window, taps, bias, PLACE: tl.constexpr, TAPS: tl.constexpr):
+    """Return z ``[BLOCK_T, BLOCK_C]`` of the tokens of a window's tile at ``PLACE``."""
+    z = window[PLACE].to(tl.float32) * taps[0] + bias
     for back in tl.static_range(1, TAPS):
-        z += window[LAST - back].to(tl.float32) * taps[back]
+        z += window[PLACE - back].to(tl.float32) * taps[back]
     return z
 
 
@@ -166,7 +166,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, 
     grid = triton.cdiv(tokens, FORWARD["BLOCK_T"]), triton.cdiv(channels, FORWARD["BLOCK_C"])
     with on_device(x):
         _forward_kernel[grid](
-            *(x, weight.contiguous(), bias, out, cu_seqlens, tokens, *_search(cu_seqlens), x_stride),
+            *(x, weight.contiguous(), _dense(bias), out, cu_seqlens, tokens, *_search(cu_seqlens), x_stride),
             *(channels, taps, silu),
             **FORWARD,
             **early(x),
@@ -189,13 +189,25 @@ def backward(
     (tokens, channels), taps = x.shape, weight.shape[1]
     (grad, grad_stride), (x, x_stride) = in_rows(grad, channels), in_rows(x, channels)
     tiles, across = triton.cdiv(tokens, BACKWARD["BLOCK_T"]), triton.cdiv(channels, BACKWARD["BLOCK_C"])
-    walk = triton.cdiv(tiles * across, WAVES * processors(x.device)) if of_weight else 1
+    walk = max(1, triton.cdiv(tiles * across, WAVES * processors(x.device))) if of_weight else 1
     programs = triton.cdiv(tiles, walk)
     dx = x.new_empty(tokens, channels) if of_x else None
     sums = x.new_empty(programs, taps + 1, channels, dtype=torch.float32) if of_weight else None
     with on_device(x):
         _backward_kernel[programs, across](
-            *(grad, x, weight.contiguous(), bias, dx, sums, cu_seqlens, tokens, *_search(cu_seqlens), tiles, walk),
+            *(
+                grad,
+                x,
+                weight.contiguous(),
+                _dense(bias),
+                dx,
+                sums,
+                cu_seqlens,
+                tokens,
+                *_search(cu_seqlens),
+                tiles,
+                walk,
+            ),
             *(grad_stride, x_stride, channels, taps, silu),
             **BACKWARD,
             **early(x),
@@ -205,6 +217,10 @@ def backward(
     total = sums.sum(0)
     dbias = None if bias is None else total[taps].to(bias.dtype)
     return dx, total[:taps].t().to(weight.dtype, copy=True, memory_format=torch.contiguous_format), dbias
+
+
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _search(cu_seqlens: Tensor) -> tuple[int, int]:
