@@ -85,17 +85,18 @@ def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids:
         x: a tensor of the result's dtype and device.
         position_ids: ``[1, T]``, or ``[axes, 1, T]``, whose first axis is read. A position that is not larger than
             the position before it begins a new sequence. Several rows with equal positions are re-padded rows; rows
-            with different positions come from the stock path and get the stock result.
+            with different positions come from the stock path and get the stock result. If ranks share the batch,
+            these are the positions of this rank's tokens.
     """
-    module = patched.owner
+    module, context = patched.owner, patched.runtime.context
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
     if len(rows) != 1 and bool((rows != rows[:1]).any()):
         return patched.stock(x, position_ids)
-    positions = rows[0].long()
-    sequence = torch.zeros_like(positions)
-    torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])
-    reached = torch.zeros_like(positions).scatter_reduce(0, sequence, positions + 1, "amax")
-    length = reached[sequence]
+    packed = None if context is None else context.packed
+    if packed is None or packed.shards is None:
+        length = _lengths(rows[0])
+    else:
+        length = packed.shards.keep(_lengths(packed.position_ids[0])[None])[0]
 
     if module.rope_type == "longrope":
         trained = module.config.rope_parameters["original_max_position_embeddings"]
@@ -113,6 +114,14 @@ def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids:
         chosen = (kinds == value)[None, :, None]
         cos, sin = torch.where(chosen, other_cos, cos), torch.where(chosen, other_sin, sin)
     return cos, sin
+
+
+def _lengths(positions: Tensor) -> Tensor:
+    """Return the length of each token's sequence, one more than the largest position in it."""
+    positions = positions.long()
+    sequence = torch.zeros_like(positions)
+    torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])
+    return torch.zeros_like(positions).scatter_reduce(0, sequence, positions + 1, "amax")[sequence]
 
 
 class _With:

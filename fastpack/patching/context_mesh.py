@@ -13,7 +13,6 @@ from fastpack.errors import PatchError
 from fastpack.families.spec import Family
 from fastpack.layers.mixers.fast import serves
 from fastpack.layers.mixers.shares import mixer_rejects
-from fastpack.layers.rope_tables import rotates_by_length
 from fastpack.model.context_parallel import ContextParallel
 from fastpack.patching.recognise import own_class
 
@@ -68,6 +67,4 @@ def _model_rejects(backbone: nn.Module, family: Family, *, packs: bool) -> str |
         return f"{names} mix tokens too, or count positions, and run on one row a sequence"
     if any(getattr(module, "layerdrop", 0.0) > 0 for module in backbone.modules()):
         return "it skips layers at random (layerdrop), and each rank others: set layerdrop to 0 in the config"
-    if rotates_by_length(backbone):
-        return "its rotary frequencies depend on the length of each sequence, and are made for all tokens"
     return None

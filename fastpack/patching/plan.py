@@ -32,7 +32,7 @@ from fastpack.layers.mixers.forward import mixer_forward, packed_alibi, packed_m
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.mxfp4_experts import mxfp4_forward
 from fastpack.layers.norm import gated_norm_forward, norm_forward
-from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
+from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward, rotates_by_length
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import LayerOrder, MixingSpec, mask_maker, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
@@ -208,8 +208,9 @@ def _make_runtime(
 ) -> ModelRuntime:
     """Make the runtime that the replacements share, from the options; ``not_shared`` says why prefixes can't be."""
     backbone = recognised.backbone
-    # an unknown forward of a layer may drop the packing keyword, and the mask with it
-    context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
+    # an unknown forward of a layer may drop the packing keyword, and the mask with it; rotary modules never get it
+    uses_context = recognised.family.needs_packing_context or recognised.replaced_layers
+    context = PackingContext() if uses_context or (ranks is not None and rotates_by_length(backbone)) else None
     graphs = offload = None
     if options.graphs == "auto" and (context is None or packs_mixers(recognised)):
         from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy

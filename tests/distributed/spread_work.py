@@ -20,6 +20,7 @@ from composite_cases import results as composite_results
 from oracle import INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch, to_device, trained_tokens
 from rank_work import Case, batch_of, device, grads_of, off, one_process, wrap
 from rank_work import build as rank_build
+from rope_types import ROPE
 from tiny import VOCAB, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +31,7 @@ from fastpack import attention_dispatch
 from fastpack.exactness.image_text import batch_of as batch_of_rows
 from fastpack.exactness.image_text import build_image_text, flat_of, samples
 from fastpack.exactness.tiny import build_tiny
+from fastpack.layers import rope_tables
 from fastpack.layers.mixers import shares
 from fastpack.model import loss as loss_module
 from fastpack.ops.exchange import to_heads
@@ -98,6 +100,23 @@ def exactness(
     with exchanging(without_others):
         control = error_of(model, alone, kinds[0]).worst
     return {"errors": errors, "control": control, "tokens": {*tokens}}
+
+
+def by_length(rope: str, kinds: tuple[str, ...], *, checkpointing: bool = False) -> dict[str, Any]:
+    """Return the errors of a rotary type whose frequencies depend on each sequence's length, by kind of input.
+
+    The patched model in this process alone is what they are compared with; stock ones remember the longest sequence.
+    """
+    model_type, overrides = ROPE[rope]
+    model: Any = tiny_model(model_type, **overrides).to(device())
+    alone = run_alone(fastpack.patch(model), make_sequences(VOCAB, LENGTHS))
+    fastpack.patch(model, context_mesh=mesh())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    errors = {kind: error_of(model, alone, kind).worst for kind in kinds}
+    with mock.patch.object(rope_tables, "_lengths", torch.ones_like):
+        control = error_of(model, alone, kinds[0]).worst
+    return {"errors": errors, "control": control}
 
 
 def exact_or_refused(family: str) -> str | float:

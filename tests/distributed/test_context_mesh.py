@@ -11,9 +11,11 @@ import torch
 from composite_cases import CAUSAL
 from oracle import FLOAT32_BOUND, INPUT_KINDS
 from ranks import Ranks
+from rope_types import ROPE
 from spread_work import (
     LENGTHS,
     batches_refused,
+    by_length,
     copies,
     exact_or_refused,
     exactness,
@@ -86,6 +88,16 @@ def test_four_ranks(family: str, four: Ranks) -> None:
 def test_hybrids(family: str, ranks: Ranks) -> None:
     """Convolutions and recurrences exchange channels and heads, too."""
     check(ranks.run(exactness, family, ("packed_seq_lens", "padded left")), 2, HYBRID_BOUND)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("rope", ROPE)
+def test_frequencies_that_depend_on_the_length(rope: str, checkpointing: bool, ranks: Ranks) -> None:
+    """A rank knows the lengths of sequences of which it has a part."""
+    for result in ranks.run(by_length, rope, KINDS, checkpointing=checkpointing):
+        assert max(result["errors"].values()) <= FLOAT32_BOUND, result
+        assert result["control"] > 100 * FLOAT32_BOUND
 
 
 @pytest.mark.sample(2)

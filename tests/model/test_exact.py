@@ -22,6 +22,7 @@ from oracle import (
     run_alone,
     run_batch,
 )
+from rope_types import ROPE
 from tiny import FAST, VOCAB, tiny_model
 from torch import Tensor, nn
 
@@ -105,43 +106,6 @@ def test_a_backend_by_name(attention: str, calls: Calls) -> None:
     fastpack.patch(model, attention=attention)
     assert compare(run_batch(model, sequences, "padded right"), alone).worst <= FLOAT32_BOUND
     assert len(calls.tokens[attention]) == layers(model) == len(calls.all)
-
-
-ROPE = {
-    "longrope": (
-        "phi3",
-        {
-            "max_position_embeddings": 64,
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 3.0, 4.0, 5.0],
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-    "dynamic": (
-        "llama",
-        {
-            "max_position_embeddings": 16,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        },
-    ),
-}
-
-
-ROPE["dynamic, interleaved"] = ("cohere", ROPE["dynamic"][1])
-ROPE["longrope, by the batch's length"] = (
-    "phimoe",
-    {
-        **ROPE["longrope"][1],
-        "num_local_experts": 4,
-        "rope_parameters": {**ROPE["longrope"][1]["rope_parameters"], "short_mscale": 1.1, "long_mscale": 1.4},
-    },
-)
-ROPE["dynamic, pairs side by side"] = ("cohere2", ROPE["dynamic"][1])
 
 
 def fresh_alone(build: Callable[[], nn.Module], sequences: list[Tensor]) -> list[Tensor]:
