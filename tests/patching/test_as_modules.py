@@ -126,11 +126,6 @@ def second(model: Any, active: Any = "second", **settings: Any) -> None:
     model.base_model.set_adapter(active)
 
 
-def lose_quant_state(module: Any) -> None:
-    """Lose the quant state, as wrappers do that make new parameters; bitsandbytes restores it in the module's call."""
-    module.weight = nn.Parameter(module.weight.data, requires_grad=False)
-
-
 def forget_compute_dtype(module: Any) -> None:
     module.compute_dtype, module.compute_type_is_set = None, False
 
@@ -162,12 +157,6 @@ CASES = {
         lambda model, _: with_ia3(model, target_modules=["up_proj"], feedforward_modules=[]),
         "wrapped by peft.tuners.ia3.layer.Linear, an adapter that is not read (plain LoRA is)",
         BOTH,
-    ),
-    "4-bit without its state": Case(
-        nf4,
-        lambda _, up: lose_quant_state(up),
-        "its 4-bit weight is not quantised yet, partitioned or offloaded",
-        once=True,
     ),
     "4-bit without a compute dtype": Case(
         nf4, lambda _, up: forget_compute_dtype(up), "it has not chosen its compute dtype yet", once=True
@@ -231,6 +220,19 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
     monkeypatch.setattr(nn.Module, "__call__", counted)
     return result
+
+
+def test_a_4bit_weight_whose_layer_keeps_the_state_is_read(tmp_path: Path, called: Counter[int]) -> None:
+    """Wrappers and FSDP2 make plain parameters of it; bitsandbytes restores them in the module's call."""
+    alone = run_alone(nf4(tmp_path), make_sequences(VOCAB))
+    model = fastpack.patch(nf4(tmp_path))
+    up = found_at(model)
+    up.weight = nn.Parameter(up.weight.data, requires_grad=False)
+    assert compare(run_batch(model, make_sequences(VOCAB), KIND), alone).worst <= FLOAT32_BOUND
+    assert fastpack.report(model).as_modules == {}
+    assert not called[id(up)]
+    up.quant_state = None
+    assert read_projection(up) == "its 4-bit weight is not quantised yet, partitioned or offloaded"
 
 
 @pytest.mark.parametrize("name", CASES)
