@@ -1,4 +1,4 @@
-"""Helpers for autograd Functions: backwards that refuse a second differentiation, and reshapes that are not views."""
+"""Helpers for autograd Functions: a backward that refuses a second one, facts about torch's, reshapes without views."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return refuse(*with_graph)
 
     return wrapper
+
+
+@functools.cache
+def clamp_passes_its_limits() -> bool:
+    """Return whether torch's clamp has a gradient of 1 at exactly its limits, as it had before torch 2.14, or of 0."""
+    with torch.enable_grad():
+        x = torch.zeros((), requires_grad=True)
+        (slope,) = torch.autograd.grad(x.clamp(max=0.0), x)
+    return bool(slope)
 
 
 def is_last_pass() -> bool:

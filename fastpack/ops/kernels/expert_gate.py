@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpack.ops.autograd import clamp_passes_its_limits
 from fastpack.ops.expert_operands import Gate, Routing
 from fastpack.ops.kernels.glu import activate_and_slope
 from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
@@ -40,16 +41,23 @@ def _load(inner, start, at, mask, filled, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
+def _passes(x, limit, EDGES: tl.constexpr):
+    """Return the slope of a clamp: 1 below the limit and, with EDGES, at the limit."""
+    inside = x <= limit if EDGES else x < limit
+    return tl.where(inside, 1.0, 0.0)
+
+
+@triton.jit
 def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.constexpr, LIMITED: tl.constexpr,
-             AFTER: tl.constexpr):  # fmt: skip
+             AFTER: tl.constexpr, EDGES: tl.constexpr):  # fmt: skip
     """Return both factors of a gated unit, and their slopes."""
     slope_of_up = tl.full(up.shape, 1.0, tl.float32)
     passes = tl.full(gate.shape, 1.0, tl.float32)
     if LIMITED:
-        slope_of_up = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
+        slope_of_up = _passes(tl.abs(up), limit, EDGES)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))  # NaN stays, as with torch's clamp
         if not AFTER:
-            passes = tl.where(gate <= limit, 1.0, 0.0)
+            passes = _passes(gate, limit, EDGES)
             gate = tl.where(gate > limit, limit, gate)
     if KIND == "relu2":
         positive = tl.where(gate < 0.0, 0.0, gate)
@@ -61,7 +69,7 @@ def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.con
         value, slope = activate_and_slope(gate, KIND)
     slope *= passes
     if LIMITED and AFTER:
-        slope = tl.where(value <= limit, slope, 0.0)
+        slope *= _passes(value, limit, EDGES)
         value = tl.where(value > limit, limit, value)
     if COLUMNS == "plain":
         return value, slope, tl.full(gate.shape, 1.0, tl.float32), slope_of_up
@@ -71,8 +79,8 @@ def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.con
 @triton.jit
 def _forward_kernel(
     inner, out, offsets, experts, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.constexpr,
-    LIMITED: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    LIMITED: tl.constexpr, AFTER: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -81,7 +89,7 @@ def _forward_kernel(
         at = start + tl.arange(0, BLOCK)
         mask = at < filled
         gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
-        value, _, factor, _ = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER)
+        value, _, factor, _ = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER, EDGES)
         product = tl.where(mask, value * factor, 0.0)
         tl.store(out + row * WIDTH + at, product.to(out.dtype.element_ty), mask=at < WIDTH)
 
@@ -89,8 +97,8 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     grad, inner, of_inner, weights, of_weights, order, offsets, experts, alpha, limit, offset, KIND: tl.constexpr,
-    COLUMNS: tl.constexpr, LIMITED: tl.constexpr, AFTER: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, LIMITED: tl.constexpr, AFTER: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -103,7 +111,9 @@ def _backward_kernel(
         exists = at < WIDTH
         mask = at < filled
         gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
-        value, slope, factor, slope_of_up = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER)
+        value, slope, factor, slope_of_up = _factors(
+            gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER, EDGES
+        )
         g = tl.load(grad + row * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
         product += g * value * factor
         g *= weight
@@ -131,6 +141,7 @@ def _settings(gate: Gate, inner: int) -> dict[str, Any]:
         "COLUMNS": gate.columns,
         "LIMITED": math.isfinite(gate.limit),
         "AFTER": gate.clamps_after,
+        "EDGES": clamp_passes_its_limits(),
         "WIDTH": width,
         "INNER": inner,
         "BLOCK": min(BLOCK, triton.next_power_of_2(width)),

@@ -10,6 +10,7 @@ from expert_cases import GATES, gated
 from op_checks import DEVICES, relative
 from torch import Tensor
 
+from fastpack.ops.autograd import clamp_passes_its_limits
 from fastpack.ops.expert_operands import Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer
@@ -199,7 +200,7 @@ def test_factors_are_packed(experts: int, rank: int, height: int, width: int, im
 @pytest.mark.parametrize("width", [5, 1030])
 @pytest.mark.parametrize("gate", GATES)
 def test_gated_units(gate: str, width: int, implementation: Any, device: str) -> None:
-    """Some values are exactly at the limit, where clamps let the gradient pass. Rows of no expert get zeros."""
+    """Some values are exactly at the limit, where torch's clamp has a gradient before 2.14. Other rows get zeros."""
     torch.manual_seed(0)
     kind, index = GATES[gate], drawn(4, 2, 4).to(device)
     routing = route(index, 3, implementation=implementation)
@@ -234,6 +235,25 @@ def test_gated_units(gate: str, width: int, implementation: Any, device: str) ->
             assert not result[real:].any()
         if not overwrite:
             assert torch.equal(given[:real], inner[:real])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_value_at_its_limit_has_the_gradient_of_torchs_clamp(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("fastpack.ops.kernels.expert_gate")
+    kind = Gate("silu", limit=1.0)
+    routing = route(torch.tensor([[0]], device=device), 1, implementation="triton")
+    grad, weights = torch.ones(1, 4, device=device), torch.ones(1, 1, device=device)
+    inner = torch.full((1, 8), 1.0, device=device)
+
+    def slopes() -> Tensor:
+        return gate_backward(grad.clone(), inner.clone(), weights, kind, routing, keep=False, overwrite=False)[0]
+
+    leaf = inner.clone().requires_grad_()
+    (truth,) = torch.autograd.grad(gated(leaf, kind).sum(), leaf)
+    assert relative(slopes(), truth) <= FLOAT32 if truth.any() else not slopes().any()
+    assert bool(truth.all()) == clamp_passes_its_limits()
+    monkeypatch.setattr(kernels, "clamp_passes_its_limits", lambda: not clamp_passes_its_limits())
+    assert (slopes() - truth).abs().min() > 0.1, "the control"
 
 
 @pytest.mark.parametrize("device", DEVICES)
