@@ -5,7 +5,7 @@ Definition, with an activation act, a limit L on both factors, and an offset o, 
     a = act(min(g, L)) (clamp(u, -L, L) + o)           or min(act(g), L) (clamp(u, -L, L) + o)   if ``clamps_after``
     a = act(g)                                         without a gate ("plain" columns)
 
-At exactly a limit, the gradient is that of torch's clamp: 1, and 0 since torch 2.14.
+At exactly a limit, the gradient is that of torch's clamp: 1 up to torch 2.13, 0 in 2.14.1.
 
 SiLU may have a steeper slope: ``act(x) = x sigmoid(alpha x)`` (gpt-oss has alpha 1.702, L 7 and o 1).
 

@@ -200,7 +200,7 @@ def test_factors_are_packed(experts: int, rank: int, height: int, width: int, im
 @pytest.mark.parametrize("width", [5, 1030])
 @pytest.mark.parametrize("gate", GATES)
 def test_gated_units(gate: str, width: int, implementation: Any, device: str) -> None:
-    """Some values are exactly at the limit, where torch's clamp has a gradient before 2.14. Other rows get zeros."""
+    """Some values are exactly at the limit, where torch's clamp has a gradient up to 2.13. Other rows get zeros."""
     torch.manual_seed(0)
     kind, index = GATES[gate], drawn(4, 2, 4).to(device)
     routing = route(index, 3, implementation=implementation)
