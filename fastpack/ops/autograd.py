@@ -40,7 +40,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def clamp_passes_its_limits() -> bool:
-    """Return whether torch's clamp has a gradient of 1 at exactly its limits, as up to torch 2.13, or of 0, as in 2.14.1."""
+    """Return whether torch's clamp has a gradient at exactly its limits: up to torch 2.13 it has, in 2.14.1 not."""
     with torch.enable_grad():
         x = torch.zeros((), requires_grad=True)
         (slope,) = torch.autograd.grad(x.clamp(max=0.0), x)
