@@ -38,7 +38,7 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
 
     All adapters, embedding and head stay whole: PEFT saves the first, sometimes the others, and on one rank alone. Of
     bitsandbytes' 4-bit weights, the packed values are sharded. Their scales stay whole: an eighth of the values, a
-    thirtieth with double quantisation.
+    thirtieth with double quantisation. To merge adapters into the base, load what was saved into a whole model.
 
     Args:
         target: a model with adapters, patched or not; or a trainer that holds one and has not run yet, whose
