@@ -330,6 +330,17 @@ class PackedSeqLens:
         positions = self.position_ids.narrow(1, sum(sizes[:rank]), sizes[rank])
         return replace(self, shards=TokenShards(sizes, rank, group, positions), _memo={})
 
+    def part(self, begin: int, end: int) -> PackedSeqLens:
+        """Return the packing of the tokens from ``begin`` up to ``end``, in which sequences may be cut off.
+
+        Example:
+            >>> PackedSeqLens.from_lengths([3, 2]).part(1, 4).lengths
+            (2, 1)
+        """
+        ends = tuple(accumulate(self.lengths))
+        cut = (min(last, end) - max(last - n, begin) for last, n in zip(ends, self.lengths, strict=True))
+        return PackedSeqLens.from_lengths([n for n in cut if n > 0], device=self.cu_seqlens.device)
+
     def check_slots(self, labels_BS: Tensor) -> None:
         """Raise a PackingError unless there is a label for each slot of the batch."""
         shape = self.padding.batch_shape

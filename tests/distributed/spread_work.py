@@ -34,7 +34,7 @@ from fastpack.exactness.tiny import build_tiny
 from fastpack.layers import rope_tables
 from fastpack.layers.mixers import shares
 from fastpack.model import loss as loss_module
-from fastpack.ops.exchange import to_heads
+from fastpack.ops.exchange import all_rows, to_heads
 from fastpack.packing.shards import TokenShards
 
 LENGTHS = (7, 1, 19, 30, 18)
@@ -100,6 +100,21 @@ def exactness(
     with exchanging(without_others):
         control = error_of(model, alone, kinds[0]).worst
     return {"errors": errors, "control": control, "tokens": {*tokens}}
+
+
+def convolved(family: str, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Return the errors of a model with convolutions, and of one whose ranks don't see the tokens before theirs."""
+    model = build(family)
+    alone = run_alone(model, make_sequences(VOCAB, lengths))
+    fastpack.patch(model, context_mesh=mesh())
+    error = error_of(model, alone, "packed_seq_lens", lengths).worst
+
+    def zeros(x: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        return 0 * all_rows(x, sizes, group)
+
+    with mock.patch.object(shares, "all_rows", zeros):
+        control = error_of(model, alone, "packed_seq_lens", lengths).worst
+    return {"error": error, "control": control}
 
 
 def by_length(rope: str, kinds: tuple[str, ...], *, checkpointing: bool = False) -> dict[str, Any]:

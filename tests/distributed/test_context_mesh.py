@@ -16,6 +16,7 @@ from spread_work import (
     LENGTHS,
     batches_refused,
     by_length,
+    convolved,
     copies,
     exact_or_refused,
     exactness,
@@ -86,8 +87,17 @@ def test_four_ranks(family: str, four: Ranks) -> None:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrids(family: str, ranks: Ranks) -> None:
-    """Convolutions and recurrences exchange channels and heads, too."""
+    """Recurrences exchange heads, too, and convolutions get the tokens before a rank's own."""
     check(ranks.run(exactness, family, ("packed_seq_lens", "padded left")), 2, HYBRID_BOUND)
+
+
+@pytest.mark.parametrize("lengths", [(30, 45), (7,), (2, 1, 4)], ids=str)
+@pytest.mark.parametrize("family", ["lfm2", "bamba"])
+def test_convolutions_meet_the_tokens_of_ranks_before(family: str, lengths: tuple[int, ...], four: Ranks) -> None:
+    """Shares of one or two tokens are shorter than a convolution."""
+    for result in four.run(convolved, family, lengths):
+        assert result["error"] <= HYBRID_BOUND
+        assert result["control"] > 100 * HYBRID_BOUND
 
 
 @pytest.mark.sample(2)
@@ -235,7 +245,7 @@ def test_heads_of_mixers_are_known_before(family: str) -> None:
     assert found
     for module, spec in found:
         assert mixer_rejects(module, spec.fast, 2) is None
-        assert "not 7" in str(mixer_rejects(module, spec.fast, 7))
+        assert (spec.scan == "conv") == (mixer_rejects(module, spec.fast, 7) is None)
 
 
 def test_copies_and_pickles(ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ Each kernel takes one row ``[1, T, ...]`` and the boundaries of its sequences: `
 other packages need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with errors of 1e-3.
 Our own run anywhere: they have a definition in plain torch.
 
-If ranks share the batch, each calls a kernel for all tokens of its own channels or heads.
+If ranks share the batch, each calls a convolution for its own tokens, and a recurrence for all tokens of its own heads.
 
 Signatures: flash-linear-attention 0.6 (``fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py``,
 ``fla/modules/causal_conv1d/ops.py``), mamba-ssm 2.2 (``mamba_ssm/ops/triton/ssd_combined.py``), causal-conv1d 1.5
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
-from fastpack.layers.mixers.shares import own_channels, own_heads, own_tokens, tokens_of_heads
+from fastpack.layers.mixers.shares import own_heads, tokens_of_heads, with_tokens_before
 from fastpack.ops.delta_rule import delta_chunk
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.short_conv import short_conv
@@ -91,8 +91,9 @@ def packed_conv(
         return ACT2FN[activation](packed_conv(packed, x_1CT, weight_CW, bias_C, implementation=implementation))
     shards = packed.shards
     if shards is not None:
-        own = own_channels(shards, x_1CT, weight_CW, bias_C)
-        return own_tokens(shards, packed_conv(packed.whole, *own, activation, implementation))
+        window, part = with_tokens_before(shards, packed, x_1CT, weight_CW.shape[1] - 1)
+        out = packed_conv(part, window, weight_CW, bias_C, activation, implementation)
+        return out[..., -x_1CT.shape[2] :]
     kernel = _serving("conv", x_1CT.device, x_1CT.dtype, implementation)
     return kernel.run(kernel.function(implementation), packed, x_1CT, weight_CW, bias_C, activation)
 

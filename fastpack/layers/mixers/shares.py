@@ -1,6 +1,6 @@
-"""Mixers of a batch that ranks share: each rank mixes all tokens of its own channels or heads.
+"""Mixers of a batch that ranks share: a convolution gets the tokens before a rank's own, a recurrence all of its heads.
 
-Shape suffixes: T tokens, t of them on this rank, C channels, H heads; G ranks, each with c = C / G and h = H / G.
+Shape suffixes: T tokens, t of them on this rank, C channels, H heads; G ranks, each with h = H / G.
 """
 
 from __future__ import annotations
@@ -9,33 +9,40 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from fastpack.attention_dispatch import check_heads, heads_reject
 from fastpack.families.mixer_spec import DeltaNetSpec, FastMixerSpec, KimiDeltaSpec, Mamba2Spec
-from fastpack.ops.exchange import to_heads, to_tokens
+from fastpack.ops.exchange import all_rows, to_heads, to_tokens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.packing.shards import TokenShards
 
 
-def own_channels(
-    shards: TokenShards, x_1Ct: Tensor, weight_CW: Tensor, bias_C: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return all tokens of this rank's channels ``[1, c, T]``, and its rows of a convolution's weight and bias.
+def with_tokens_before(
+    shards: TokenShards, packed: PackedSeqLens, x_1Ct: Tensor, reach: int
+) -> tuple[Tensor, PackedSeqLens]:
+    """Return this rank's tokens behind the ``reach`` tokens before them, and the parts of sequences that these are.
 
-    Raises:
-        BackendUnavailableError: the ranks can't have equally many channels.
+    Args:
+        shards: the shares of the ranks, each of which calls this at once.
+        packed: the batch's packing.
+        x_1Ct: ``[1, C, t]``.
+        reach: how many tokens before its own a token meets.
+
+    Returns:
+        ``[1, C, b + t]``, where b is ``reach``, or less if there are not so many tokens before; and their packing.
     """
-    check_heads(x_1Ct.shape[1], x_1Ct.shape[1], shards.ranks, what="a convolution")
-    (own,) = to_heads([x_1Ct.squeeze(0).t().unsqueeze(-1)], shards.sizes, shards.group)
-    weight, bias = (None if each is None else _own(shards, each) for each in (weight_CW, bias_C))
-    assert weight is not None
-    return own.squeeze(-1).t().unsqueeze(0), weight, bias
-
-
-def own_tokens(shards: TokenShards, x_1cT: Tensor) -> Tensor:
-    """Return this rank's tokens of all channels, ``[1, C, t]``."""
-    tokens = to_tokens(x_1cT.squeeze(0).t().unsqueeze(-1), shards.sizes, shards.rank, shards.group)
-    return tokens.squeeze(-1).t().unsqueeze(0)
+    tails = [min(reach, size) for size in shards.sizes]
+    x_tC = x_1Ct.squeeze(0).t()
+    own = tails[shards.rank]
+    # of ranks with fewer tokens than that, these are all
+    last_of_all = all_rows(x_tC[len(x_tC) - own :], tails, shards.group)
+    end = sum(tails[: shards.rank])
+    before = last_of_all[max(0, end - reach) : end]
+    first = shards.begin - len(before)
+    part = packed.memo(("from token", first), lambda: packed.part(first, shards.begin + shards.total_tokens))
+    return torch.cat([before, x_tC]).t().unsqueeze(0), part
 
 
 def own_heads(shards: TokenShards, arguments: Sequence[Any]) -> list[Any]:
@@ -70,14 +77,13 @@ def tokens_of_heads(shards: TokenShards, x_1ThV: Tensor) -> Tensor:
 
 
 def mixer_rejects(module: Any, spec: FastMixerSpec | None, ranks: int) -> str | None:
-    """Return why so many ranks can't share a mixer's channels and heads, or None; heads are unknown without a spec.
+    """Return why so many ranks can't share a mixer's heads, or None; heads are unknown without a spec.
 
     Args:
         module: the mixer.
         spec: what it computes.
         ranks: the size of the group.
     """
-    convolutions = [child.out_channels for child in module.modules() if isinstance(child, nn.Conv1d)]
     heads: list[int] = []
     if isinstance(spec, DeltaNetSpec):
         heads = [module.key_dim // module.head_k_dim, module.value_dim // module.head_v_dim]
@@ -85,12 +91,9 @@ def mixer_rejects(module: Any, spec: FastMixerSpec | None, ranks: int) -> str | 
         heads = [module.qkv_dim // module.head_dim]
     elif isinstance(spec, Mamba2Spec):
         heads = [module.n_groups, module.num_heads]
-    reasons = [heads_reject(count, count, ranks, what="a convolution") for count in convolutions]
-    if heads:
-        reasons.append(heads_reject(max(heads), min(heads), ranks, what="a recurrence"))
-    return next((reason for reason in reasons if reason is not None), None)
+    return heads_reject(max(heads), min(heads), ranks, what="a recurrence") if heads else None
 
 
 def _own(shards: TokenShards, x: Tensor) -> Tensor:
-    """Return the entries of this rank's channels or heads."""
+    """Return the entries of this rank's heads."""
     return x.chunk(shards.ranks)[shards.rank]
