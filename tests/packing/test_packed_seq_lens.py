@@ -177,6 +177,9 @@ def test_reading_a_batch_waits_for_the_gpu_once() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert packed.lengths == LENGTHS
 
+
+def test_a_part_cuts_sequences_off() -> None:
+    packed = PackedSeqLens.from_lengths([3, 1, 4])
     parts = {(0, 8): (3, 1, 4), (1, 8): (2, 1, 4), (3, 4): (1,), (2, 7): (1, 1, 3), (5, 6): (1,)}
     assert {bounds: packed.part(*bounds).lengths for bounds in parts} == parts
     assert packed.part(2, 7).cu_seqlens.tolist() == [0, 1, 2, 5]
