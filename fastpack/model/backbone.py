@@ -102,8 +102,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     if sharing is not None:
         run = sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
     elif runtime.context_parallel is not None and packed.shards is None:
-        ids = None if entered is None else entered.ids
-        run = runtime.context_parallel.shard(arguments, packed, ids, family.media)
+        run = runtime.context_parallel.shard(arguments, packed, None if entered is None else entered.ids)
     kept = run.kept
     ids, embeddings = _embedded(backbone, arguments, packed, shared_row=run.shards is not None)
     as_tuple = wants_tuple(backbone, arguments)

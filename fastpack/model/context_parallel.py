@@ -28,27 +28,23 @@ class ContextParallel:
 
     Attributes:
         mesh: the 1-D mesh of the ranks; None in an unpickled model.
+        media: the names of arguments that the backbone itself puts in place of tokens.
         batches: the number of batches so far.
     """
 
     mesh: DeviceMesh | None
+    media: tuple[str, ...] = ()
     batches: int = 0
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
         """Return the same group."""
-        return ContextParallel(self.mesh)
+        return ContextParallel(self.mesh, self.media)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the mesh."""
-        return ContextParallel, (None,)
+        return ContextParallel, (None, self.media)
 
-    def shard(
-        self,
-        arguments: Mapping[str, Any],
-        packed: PackedSeqLens,
-        ids: Tensor | None = None,
-        media: Sequence[str] = (),
-    ) -> PackedSeqLens:
+    def shard(self, arguments: Mapping[str, Any], packed: PackedSeqLens, ids: Tensor | None = None) -> PackedSeqLens:
         """Return ``packed`` for modules that run on this rank's share; every rank calls this at once.
 
         The host waits for the device once, to compare the batches of the ranks.
@@ -57,7 +53,6 @@ class ContextParallel:
             arguments: the backbone's arguments, before they are un-padded.
             packed: the batch's packing.
             ids: the ids ``[B, S]`` from which a composite has made the embeddings of its text model, or None.
-            media: the names of arguments that the backbone itself puts in place of tokens.
 
         Raises:
             PatchError: this model was unpickled, and knows no group.
@@ -72,7 +67,7 @@ class ContextParallel:
         names = ("input_ids",) if ids is not None else ("input_ids", "inputs_embeds")
         given = [arguments.get(name) for name in names]
         rows = [packed.unpad(x).flatten(1) for x in (ids, *given) if x is not None]
-        found = [name for name in media if arguments.get(name) is not None]
+        found = [name for name in self.media if arguments.get(name) is not None]
         self._check_same([packed.cu_seqlens[None], packed.position_ids, *rows], packed, len(found))
         if found:
             raise PackingError(

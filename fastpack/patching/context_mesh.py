@@ -55,7 +55,7 @@ def plan_context_parallel(
             f"context_mesh of {mesh.size()} ranks can't be exact for {type(backbone).__name__}: {reason}. Nothing was "
             "changed."
         )
-    return ContextParallel(mesh)
+    return ContextParallel(mesh, family.media)
 
 
 def _model_rejects(backbone: nn.Module, family: Family, *, packs: bool) -> str | None:

@@ -174,12 +174,16 @@ def images_or_refused(model_type: str) -> str | dict[str, float]:
     return errors | {"control": max(composite_off((logits, averaged_grads(grads)), alone))}
 
 
-def images_on_one_rank() -> str:
-    """Return what a backbone that puts images in place of tokens says if the first rank alone has them."""
+def images_in_the_backbone(*, on_all: bool) -> str:
+    """Return what a backbone that puts images in place of tokens says, with the fused loss.
+
+    ``on_all``: whether all ranks have them, or the first alone.
+    """
     model: Any = build_image_text("chameleon").train().to(device())
-    fastpack.patch(model, context_mesh=mesh())
+    fastpack.patch(model, loss="fused", context_mesh=mesh())
     row = max(samples(model), key=len)
-    batch = row if dist.get_rank() == 0 else {"input_ids": row["input_ids"]}
+    batch = row if on_all or dist.get_rank() == 0 else {"input_ids": row["input_ids"]}
+    batch = {**batch, "labels": row["input_ids"]}
     try:
         model(**to_device(batch, device()))
     except fastpack.PackingError as error:

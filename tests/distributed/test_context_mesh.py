@@ -21,7 +21,7 @@ from spread_work import (
     exact_or_refused,
     exactness,
     fused_loss,
-    images_on_one_rank,
+    images_in_the_backbone,
     images_or_refused,
     left_alone,
     noise,
@@ -139,15 +139,12 @@ def test_images_of_every_family(model_type: str, ranks: Ranks) -> None:
         assert isinstance(result, str) or (result.pop("control") > 0.1 and max(result.values()) <= HYBRID_BOUND)
 
 
-def test_images_on_one_rank_alone(ranks: Ranks) -> None:
-    """Each rank raises, and none waits."""
-    for said in ranks.run(images_on_one_rank):
-        assert "1 argument with images" in said
-
-
 def test_images_that_the_backbone_itself_takes(ranks: Ranks) -> None:
-    for said in ranks.run(images_or_refused, "chameleon"):
-        assert "puts pixel_values in place of the tokens of images" in said
+    """Each rank raises, and none waits."""
+    said = ranks.run(images_in_the_backbone, on_all=True) + ranks.run(images_or_refused, "chameleon")
+    assert all("puts pixel_values in place of the tokens of images" in each for each in said)
+    for each in ranks.run(images_in_the_backbone, on_all=False):
+        assert "1 argument with images" in each
 
 
 @pytest.mark.slow
