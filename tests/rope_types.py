@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+}
 ROPE: dict[str, tuple[str, dict[str, Any]]] = {
-    "longrope": (
-        "phi3",
-        {
-            "max_position_embeddings": 64,
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 3.0, 4.0, 5.0],
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
+    "longrope": ("phi3", {"max_position_embeddings": 64, **LONGROPE}),
     "dynamic": (
         "llama",
         {
@@ -27,8 +24,6 @@ ROPE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
 ROPE["dynamic, interleaved"] = ("cohere", ROPE["dynamic"][1])
 ROPE["longrope, by the batch's length"] = (
     "phimoe",

@@ -97,7 +97,8 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
         FastpackError: a process failed for another reason than a lack of memory; its output is printed first.
     """
     half = on_gpu or settings.mode == "qlora"  # on a CPU, only the adapters of 4-bit weights are bfloat16
-    with Console(stderr=True).status("measuring this machine"):
+    console = Console(stderr=True)
+    with console.status("measuring this machine"):
         machine = _run("measuring this machine", "fastpack.bench.ceiling")
     ceiling = Ceiling(**machine["ceiling"])
     results: list[RunResult] = []
@@ -105,7 +106,7 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
     reference = next((name for name in variants if not VARIANTS[name].foreign), None)
     variants = sorted(variants, key=lambda name: name != reference)
     for name in variants:
-        with Console(stderr=True).status(f"{name}: builds its model and trains {settings.total_steps} steps"):
+        with console.status(f"{name}: builds its model and trains {settings.total_steps} steps"):
             row = _result(name, settings)
         verdict = compare([*results, row], half=half)
         if VARIANTS[name].foreign and not verdict.agree:

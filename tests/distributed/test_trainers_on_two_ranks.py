@@ -39,6 +39,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def bound_of(ranks: Ranks) -> float:
+    return 3e-5 if ranks.backend == "gloo" else 1e-3
+
+
+def assert_agree(ours: list[Any], theirs: list[Any], ranks: Ranks) -> None:
+    """Check what two runs logged, step by step."""
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(expected, rel=bound_of(ranks))
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, bool], list[tuple[float, float]]]:
     """The logs of the stock trainer in one process."""
@@ -57,8 +67,7 @@ def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: 
         assert result["wrapped"].startswith(wrapper)
         assert (result["tier"], result["as_modules"], result["tier after"]) == ("fast", {}, "stock")
         assert len(result["logged"]) == STEPS
-        for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
-            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], alone[kind, lora], ranks)
     assert len(set(alone[kind, lora])) == STEPS, "it trains"
     assert alone[kind, lora][1] != pytest.approx(alone[kind, not lora][1], rel=1e-3), "the check sees another model"
 
@@ -76,10 +85,8 @@ def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None
         else:
             assert "it carries hooks" in result["of loss"][-1]
         assert len(result["logged"]) == STEPS
-        for ours, theirs in zip(result["logged"], alone["sft", lora], strict=True):
-            assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
-        for ours, theirs in zip(result["metrics"], trls["metrics"], strict=True):
-            assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], alone["sft", lora], ranks)
+        assert_agree(result["metrics"], trls["metrics"], ranks)
 
 
 @pytest.mark.sample(1)
@@ -90,7 +97,7 @@ def test_the_auxiliary_loss_of_experts(steps: int, ranks: Ranks) -> None:
     experts["per_device_train_batch_size"] = 4 // steps
     stock, ours = (ranks.run(train_on_ranks, "sft", False, loss=loss, **experts) for loss in (None, "fused"))
     other = ranks.run(train_on_ranks, "sft", False, loss="fused", **{**experts, "router_aux_loss_coef": 0.45})
-    bound = 3e-5 if ranks.backend == "gloo" else 1e-3
+    bound = bound_of(ranks)
     for result, trls, control in zip(ours, stock, other, strict=True):
         assert result["of loss"] == [f"loss: fused in {steps * STEPS} micro-batches so far, with TRL's metrics"]
         assert all(entry[-1] > 0 for entry in trls["metrics"])
@@ -110,8 +117,7 @@ def test_a_sharded_base(kind: str, keep: int, alone: Any, ranks: Ranks) -> None:
         assert (result["tier"], result["as_modules"], result["tier after"]) == ("fast", {}, "stock")
         own, every = result["sharded"]
         assert own == pytest.approx(every / 2, rel=0.01), "some sizes are odd"
-        for ours, stock in zip(result["logged"], alone[kind, True], strict=True):
-            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], alone[kind, True], ranks)
 
 
 IN_4_BITS: dict[str, dict[str, Any]] = {
@@ -196,8 +202,7 @@ def test_zero3(kind: str, lora: bool, alone: Any, ranks: Ranks) -> None:
         assert (result["world"], result["wrapped"]) == (2, "DeepSpeedEngine")
         assert (result["tier"], result["tier after"]) == ("fast", "stock")
         assert result["as_modules"], "partitioned weights are never read"
-        for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
-            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], alone[kind, lora], ranks)
 
 
 SPREAD: dict[str, Any] = {
@@ -219,16 +224,14 @@ def test_context_parallelism(kind: str, lora: bool, loss: str | None, alone: Any
         batches = 2 * STEPS if (kind, lora) == ("dpo", True) else STEPS  # the reference is the same model, without LoRA
         assert spread == f"context parallelism: each batch is spread over 2 ranks, {batches} batches so far"
         assert (result["tier"], result["tier after"]) == ("fast", "stock")
-        for ours, stock in zip(result["logged"], alone[kind, lora], strict=True):
-            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], alone[kind, lora], ranks)
 
 
 def test_streamed_batches(ranks: Ranks) -> None:
     """In TRL's trainers each rank reads the stream; transformers' own has one rank read it and deal the rows."""
     stock = train(trainer_of("sft", False, 1, False, streams=True))
     for result in ranks.run(train_on_ranks, "sft", False, streams=True, **SPREAD):
-        for ours, theirs in zip(result["logged"], stock, strict=True):
-            assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], stock, ranks)
     for said, tier in ranks.run(streamed_to_transformers_trainer):
         assert "deals the rows of a streamed data set to all ranks" in said
         assert said.endswith("Nothing was changed.")
@@ -285,8 +288,7 @@ def check_resumed(began: list[dict[str, Any]], ended: list[dict[str, Any]], whol
     assert sorted(seen) == sorted(map(tuple, rows(EXAMPLES * STEPS)["input_ids"])), "each example once"
     for result in ended:
         assert len(result["logged"]) == STEPS
-        for ours, stock in zip(result["logged"], whole, strict=True):
-            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        assert_agree(result["logged"], whole, ranks)
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
@@ -300,7 +302,7 @@ def test_metrics_and_evaluation_of_spread_batches(padding_free: bool, ranks: Ran
     eval_loss = stock.evaluate(stock.train_dataset)["eval_loss"]
     for loss in (None, "fused"):
         for result in ranks.run(train_on_ranks, "sft", True, loss=loss, evaluated=True, **{**SPREAD, **further}):
-            bound = 3e-5 if ranks.backend == "gloo" else 1e-3
+            bound = bound_of(ranks)
             assert result["eval"] == pytest.approx(eval_loss, rel=bound)
             assert [step[0] for step in result["logged"]] == pytest.approx([step[0] for step in logged], rel=bound)
             for ours, entry in zip(result["metrics"], entries, strict=True):
@@ -327,7 +329,7 @@ def test_grpos_update_of_spread_batches(fused: bool, ranks: Ranks) -> None:
 def test_transformers_own_trainer_with_spread_batches(average: bool, loss: str | None, ranks: Ranks) -> None:
     """It multiplies the auxiliary loss, too, and cuts the last batch of an evaluation to the rows that there are."""
     stock = ranks.run(plain_trainer, spread=False, average=average)[0]
-    bound = 3e-5 if ranks.backend == "gloo" else 1e-3
+    bound = bound_of(ranks)
     for result in ranks.run(plain_trainer, spread=True, average=average, loss=loss):
         for ours, theirs in zip(result["logged"], stock["logged"], strict=True):
             assert ours == pytest.approx(theirs, rel=bound)

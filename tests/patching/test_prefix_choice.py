@@ -10,6 +10,7 @@ from adapter_cases import with_lora
 from oracle import FLOAT32_BOUND, compare, flat, make_sequences, padded, relative, run_alone, run_batch
 from patch_checks import fingerprint
 from prefix_cases import SAVED, grouped, pairs, sharing, words
+from rope_types import LONGROPE
 from tiny import VOCAB, tiny_model
 from torch import nn
 
@@ -18,17 +19,6 @@ from fastpack import PatchError
 from fastpack.model.prefix_sharing import LEAST_SAVED
 from fastpack.model.unwrap import find_parts
 from fastpack.testing.record import Setting
-
-LONGROPE: dict[str, Any] = {
-    "original_max_position_embeddings": 16,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-        "original_max_position_embeddings": 16,
-    },
-}
 
 
 def patched(model: Any) -> Any:

@@ -195,19 +195,8 @@ def backward(
     sums = x.new_empty(programs, taps + 1, channels, dtype=torch.float32) if of_weight else None
     with on_device(x):
         _backward_kernel[programs, across](
-            *(
-                grad,
-                x,
-                weight.contiguous(),
-                _dense(bias),
-                dx,
-                sums,
-                cu_seqlens,
-                tokens,
-                *_search(cu_seqlens),
-                tiles,
-                walk,
-            ),
+            *(grad, x, weight.contiguous(), _dense(bias), dx, sums),
+            *(cu_seqlens, tokens, *_search(cu_seqlens), tiles, walk),
             *(grad_stride, x_stride, channels, taps, silu),
             **BACKWARD,
             **early(x),
