@@ -40,9 +40,13 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def clamp_passes_its_limits() -> bool:
-    """Return whether torch's clamp has a gradient at exactly its limits: up to torch 2.13 it has, in 2.14.1 not."""
-    with torch.enable_grad():
-        x = torch.zeros((), requires_grad=True)
+    """Return whether torch's clamp has a gradient at exactly its limits: up to torch 2.13 it has, in 2.14.1 not.
+
+    The first call may be inside a checkpointed layer, whose hooks must not see what this saves: a recomputation would
+    not save it again.
+    """
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        x = torch.zeros((), device="cpu", requires_grad=True)
         (slope,) = torch.autograd.grad(x.clamp(max=0.0), x)
     return bool(slope)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 from oracle import FLOAT32_BOUND, relative
 from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import LlamaForSequenceClassification
 
 import fastpack
-from fastpack.ops.autograd import differentiable_once
+from fastpack.ops.autograd import clamp_passes_its_limits, differentiable_once
 
 IDS = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -67,3 +70,15 @@ def test_a_penalty_on_gradients_behind_the_last_attention(case: Any) -> None:
     assert relative(actual.detach(), expected.detach()) <= FLOAT32_BOUND
     with pytest.raises(RuntimeError, match="differentiate twice"):
         actual.square().sum().backward()
+
+
+def test_the_fact_about_clamp_is_found_inside_a_checkpointed_layer_unseen() -> None:
+    def gradient(find: Callable[[], Any]) -> Tensor:
+        first = functools.cache(find)
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(lambda x: (first(), x.sin())[1], x, use_reentrant=False).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(clamp_passes_its_limits.__wrapped__), torch.ones(2).cos())
+    with pytest.raises(CheckpointError, match="different number of tensors"):  # the control: seen by the hooks
+        gradient(lambda: torch.zeros((), requires_grad=True).clamp(max=0.0))

@@ -22,7 +22,7 @@ from fastpack.ops.kernels.launch import early, in_rows, on_device, processors, w
 
 MAX_TAPS = 8
 """The most taps: the backward is unrolled over pairs of them."""
-FORWARD = {"BLOCK_T": 8, "BLOCK_C": 256, "num_warps": 4}
+FORWARD = {"BLOCK_T": 32, "BLOCK_C": 128, "num_warps": 4}
 BACKWARD = {"BLOCK_T": 8, "BLOCK_C": 64, "num_warps": 4}
 WAVES = 32
 """Programs per multiprocessor of a backward with sums for the weight."""
