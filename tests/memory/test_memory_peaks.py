@@ -150,6 +150,7 @@ MEASURED = {
     "8B, one sequence of 16,384": ("llama8b", QLORA, 16_384, False, 8.7),
     "8B, one sequence of 65,536": ("llama8b", QLORA, 65_536, False, 16.7),
     "8B, one sequence of 98,304": ("llama8b", QLORA, 98_304, False, 21.7),
+    "8B, one sequence of 33,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 33_000, True, 9.66),
     "8B, one sequence of 61,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 61_000, True, 12.90),
     "8B, one sequence of 118,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 118_000, True, 19.09),
     "8B, one sequence of 231,000 on cuDNN": ("llama8b", TrainingSettings("qlora", 32), 231_000, True, 32.14),

@@ -284,7 +284,7 @@ def _own_is_faster(device: torch.device) -> str | None:
 
     Measured on one H100 with flash-linear-attention 0.6 on Triton 3.7.1, at Qwen3.5-9B's, Kimi Linear's, Bamba-9B's and
     Nemotron-H-8B's sizes, bf16, 4,096 to 32,768 tokens, forward and backward: the delta rule 1.25 to 1.34 times as
-    fast, with a decay per channel 1.11 to 1.12, Mamba-2's scan 2.0 to 2.7, the convolution 1.08 to 1.16.
+    fast, with a decay per channel 1.11 to 1.12, Mamba-2's scan 2.0 to 2.7, the convolution 1.16 to 1.28.
     torch.compile doesn't run our kernels, but the definition.
     """
     if torch.compiler.is_compiling() or not _on_hopper(device):
