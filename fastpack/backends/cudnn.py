@@ -1,10 +1,10 @@
 """The cuDNN attention kernel that comes with torch, for long sequences on Hopper.
 
 cuDNN prepares a plan for each shape, which takes some 0.2 s, and no plan of torch's serves packed tokens. So sequences
-are rows here, in groups of one length. Lengths are rounded up, so that few shapes occur: padding comes after a
-sequence's last token, whose queries don't see it.
+are rows here: a long one alone, short ones in groups of one length. Lengths and numbers of rows are rounded up, so that
+few shapes occur: padding comes after a sequence's last token, whose queries don't see it.
 
-Shape suffixes: T tokens, n rows of a group, P their length, H query heads, D head size.
+Shape suffixes: T tokens, n rows, P their length, H query heads, D head size.
 """
 
 from __future__ import annotations
@@ -103,47 +103,70 @@ def run(call: AttentionCall) -> Tensor:
     return _Cudnn.apply(call.q, call.k, call.v, call.scale, groups, kept)
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Sequences whose rows have one length.
+@dataclass(frozen=True)
+class _Row:
+    """A sequence alone in its row.
 
     Attributes:
-        count: n.
+        begin: its first token.
+        tokens: how many it has.
+        length: P. A sequence that fills its row is a slice, and is not copied.
+    """
+
+    begin: int
+    tokens: int
+    length: int
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return ``[1, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding."""
+        row = x[self.begin : self.begin + self.tokens]
+        if self.tokens < self.length:
+            padded = x.new_empty(self.length, *x.shape[1:])
+            padded[: self.tokens] = row
+            padded[self.tokens :] = 0
+            row = padded
+        return row[None].transpose(1, 2)
+
+    def put(self, rows: Tensor, x: Tensor | None, total: int) -> Tensor:
+        """Write ``[1, heads, P, D]`` without padding to x ``[T, heads, D]``, and return that.
+
+        If x is None, it is made; it is the row itself if that has all T tokens.
+        """
+        row = rows.transpose(1, 2)[0, : self.tokens]
+        if self.tokens == total:
+            return row
+        x = row.new_empty(total, *row.shape[1:]) if x is None else x
+        x[self.begin : self.begin + self.tokens] = row
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Short sequences whose rows have one length.
+
+    Attributes:
+        count: n, some of them without a sequence.
         length: P.
-        begin: the first token of the only sequence if that has P tokens, so that its row is a slice; else None.
-        tokens: int64, the tokens of all sequences in the group; empty for a slice.
+        tokens: int64, the tokens of all sequences.
         slots: int64, their slots in ``[n * P]``.
     """
 
     count: int
     length: int
-    begin: int | None
     tokens: Tensor
     slots: Tensor
 
     def rows(self, x: Tensor) -> Tensor:
         """Return ``[n, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding."""
-        if self.begin is not None:
-            flat = x[self.begin : self.begin + self.length]
-        else:
-            flat = x.new_zeros(self.count * self.length, *x.shape[1:])
-            flat.index_copy_(0, self.slots, x.index_select(0, self.tokens))
+        flat = x.new_zeros(self.count * self.length, *x.shape[1:])
+        flat.index_copy_(0, self.slots, x.index_select(0, self.tokens))
         return flat.unflatten(0, (self.count, self.length)).transpose(1, 2)
 
-    def put(self, rows: Tensor, x: Tensor | None, tokens: int) -> Tensor:
-        """Write ``[n, heads, P, D]`` without padding to x ``[T, heads, D]``, and return that.
-
-        If x is None, it is made; it is the rows themselves if they hold all ``tokens``, and nothing else.
-        """
+    def put(self, rows: Tensor, x: Tensor | None, total: int) -> Tensor:
+        """Write ``[n, heads, P, D]`` without padding to x ``[T, heads, D]``, which is made if None, and return that."""
         flat = rows.transpose(1, 2).flatten(0, 1)
-        if self.begin is not None and self.length == tokens:
-            return flat
-        x = flat.new_empty(tokens, *flat.shape[1:]) if x is None else x
-        if self.begin is not None:
-            x[self.begin : self.begin + self.length] = flat
-        else:
-            x.index_copy_(0, self.tokens, flat.index_select(0, self.slots))
-        return x
+        x = flat.new_empty(total, *flat.shape[1:]) if x is None else x
+        return x.index_copy_(0, self.tokens, flat.index_select(0, self.slots))
 
 
 def row_length(tokens: int) -> int:
@@ -162,20 +185,36 @@ def row_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _group(packed: PackedSeqLens, device: torch.device) -> tuple[_Group, ...]:
-    """Return the groups of a batch's sequences, by the length of their rows."""
+def row_count(sequences: int) -> int:
+    """Return the number of rows for so many short sequences: a power of two, or 1.5 times one.
+
+    Example:
+        >>> [row_count(sequences) for sequences in (1, 2, 3, 5, 7, 13)]
+        [1, 2, 3, 6, 8, 16]
+    """
+    power = 1 << (sequences - 1).bit_length()
+    return power * 3 // 4 if 3 <= sequences <= power * 3 // 4 else power
+
+
+def _group(packed: PackedSeqLens, device: torch.device) -> tuple[_Row | _Rows, ...]:
+    """Return rows for a batch's sequences: one for each long one, and groups of one length for the others."""
     begins = list(accumulate(packed.lengths, initial=0))
     members = defaultdict(list)
+    groups: list[_Row | _Rows] = []
     for index, tokens in enumerate(packed.lengths):
-        members[row_length(tokens)].append(index)
-    groups = []
+        length = row_length(tokens)
+        if length > LONG:
+            groups.append(_Row(begins[index], tokens, length))
+        else:
+            members[length].append(index)
     for length, indices in members.items():
-        begin = begins[indices[0]] if len(indices) == 1 and packed.lengths[indices[0]] == length else None
+        if len(indices) == 1:
+            groups.append(_Row(begins[indices[0]], packed.lengths[indices[0]], length))
+            continue
         places = [torch.arange(begins[i], begins[i + 1]) for i in indices]
         slots = [torch.arange(packed.lengths[i]) + row * length for row, i in enumerate(indices)]
-        none = torch.empty(0, dtype=torch.int64)
-        at, to = (send(none if begin is not None else torch.cat(parts), device) for parts in (places, slots))
-        groups.append(_Group(len(indices), length, begin, at, to))
+        at, to = (send(torch.cat(parts), device) for parts in (places, slots))
+        groups.append(_Rows(row_count(len(indices)), length, at, to))
     return tuple(groups)
 
 
@@ -189,7 +228,7 @@ class _Cudnn(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         scale: float,
-        groups: Sequence[_Group],
+        groups: Sequence[_Row | _Rows],
         kept: Kept,
     ) -> Tensor:
         def compute() -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,11 +51,16 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return ran
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("lengths", ["mixed", "long", "alone", "ones"])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_exact(lengths: str, groups: int, shapes: list[tuple[int, ...]]) -> None:
+def test_exact(
+    lengths: str, groups: int, alone: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if alone:
+        monkeypatch.setattr(cudnn, "LONG", cudnn.SHORTEST // 2)
     assert_exact(cudnn.run, Case(lengths=lengths, groups=groups), DOUBLE)
-    assert shapes
+    assert any(shape[0] > 1 for shape in shapes) == (not alone and lengths in ("mixed", "ones"))
 
 
 def test_padding_at_the_beginning_would_be_found(
@@ -64,9 +70,10 @@ def test_padding_at_the_beginning_would_be_found(
     case = Case()
     build = cudnn._group
 
-    def shifted(packed: PackedSeqLens, device: torch.device) -> Sequence[cudnn._Group]:
+    def shifted(packed: PackedSeqLens, device: torch.device) -> Sequence[cudnn._Row | cudnn._Rows]:
         groups = build(packed, device)
         for group in groups:
+            assert isinstance(group, cudnn._Rows)
             group.slots.copy_(group.count * group.length - 1 - group.slots.flip(0))
         return groups
 
@@ -82,8 +89,25 @@ def test_sequences_are_rows_of_few_lengths(shapes: list[tuple[int, ...]], monkey
     q, k, v = (torch.randn(32, 2, 8, dtype=DOUBLE, requires_grad=True) for _ in range(3))
     cudnn.run(AttentionCall(q, k, v, packed, 0.3)).sum().backward()
     assert sorted(shapes) == [(1, 2, 16, 8), (3, 2, 8, 8)]
-    (alone,) = (group for group in packed.memo(("cudnn", q.device), lambda: ()) if group.begin is not None)
+    (alone,) = (group for group in packed.memo(("cudnn", q.device), lambda: ()) if isinstance(group, cudnn._Row))
     assert alone.rows(q.detach()).untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+
+
+def test_few_shapes(shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for each shape would cost more than the step, so batches of any lengths must share them."""
+    monkeypatch.setattr(cudnn, "LONG", 64)
+    monkeypatch.setattr(cudnn, "SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "STEPS", 4)
+    source = random.Random(0)
+    batches = [[source.randint(1, 128) for _ in range(source.randint(1, 40))] for _ in range(60)]
+    for lengths in batches:
+        q, k, v = torch.randn(3, sum(lengths), 1, 8, dtype=DOUBLE)
+        cudnn.run(AttentionCall(q, k, v, PackedSeqLens.from_lengths(lengths), 0.3))
+    assert len({shape for shape in shapes if shape[2] > 64}) <= 4, "long ones are alone"
+    assert len(set(shapes)) <= 4 + 3 * len({cudnn.row_count(n) for n in range(1, 41)})
+    for n in range(1, 400):
+        assert n <= cudnn.row_count(n) <= 1.5 * n
+    assert len({tuple(sorted(lengths)) for lengths in batches}) == 60
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 1000, 4096, 4097, 50_000, 131_072, 131_073, 400_001])
