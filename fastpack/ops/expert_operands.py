@@ -4,7 +4,8 @@ Token t's k-th choice has *slot* t K + k. A *row* is a slot's place after a stab
 E or more, or negative, belong to no expert here (another process has it), nor do those of bucket padding. Their rows
 come last, and no matmul computes them.
 
-Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, I inner dimension, O columns.
+Shape suffixes: T tokens, K choices of a token, E experts, R rows, I inner dimension, O columns. R is T K, or less if
+the rows that are left out are known to be of no expert.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Routing:
         offsets: int32 ``[E]``, the end of each expert's rows.
         tiles: int32 ``[*, 2]``, the expert and the first row of each tile of a grouped matmul; for kernels only.
         tile_count: int32 ``[1]``, the number of these tiles; for kernels only.
-        rows: int32 ``[R]``, the row of each slot; for kernels only.
+        rows: int32 ``[T K]``, the row of each slot, which may be R or more; for kernels only.
         row_count: the number of real tokens, for kernels only, or None if all are real. The slots of the others belong
             to no expert.
     """

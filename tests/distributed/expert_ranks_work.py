@@ -30,7 +30,7 @@ def build(family: str, lora: str | None) -> Any:
 
 
 def spread_step(family: str, lora: str | None, *, checkpointing: str | None = None) -> dict[str, Any]:
-    """Return the errors of a step in DDP, how many of the experts are here, and the rows that came in each call.
+    """Return the errors of a step in DDP, and the rows that came in each call.
 
     Each rank has sequences of its own. The control keeps rows at home.
     """
@@ -51,7 +51,7 @@ def spread_step(family: str, lora: str | None, *, checkpointing: str | None = No
         run = layer.experts
 
         def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
-            rows.append(len(x))
+            rows.append(kwargs["most_rows"])
             return run(x, *args, **kwargs)
 
         with mock.patch.object(layer, "experts", watched), mock.patch.object(across_ranks, "exchange", exchange):
@@ -88,7 +88,7 @@ def both(family: str) -> float:
 
 
 def no_expert_here() -> dict[str, Any]:
-    """Return the result and gradients if all tokens of all ranks choose the first rank's experts."""
+    """Return the error, the rows here and whether there is a gradient if all tokens choose the first rank's experts."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     ranks = dist.get_world_size()
     group = dist.group.WORLD
@@ -100,9 +100,10 @@ def no_expert_here() -> dict[str, Any]:
     scale = torch.nn.Parameter(torch.arange(1.0, 3.0) + 10 * dist.get_rank())
     seen: list[int] = []
 
-    def run(rows: Any, chosen: Any, ones: Any) -> Any:
-        seen.append(len(rows))
-        return rows * scale[chosen] * ones
+    def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
+        seen.append(most_rows)
+        factors = torch.cat([scale, torch.zeros(1)])[index]
+        return x * (factors * weights).sum(1, keepdim=True)
 
     out = across_ranks.experts_across_ranks(x, index, weights, run, place)
     kept = weights.detach().clone()

@@ -1,26 +1,31 @@
-"""A block of experts that are spread over ranks: a token's rows go to the ranks of the experts that it chose.
+"""A block of experts that are spread over ranks: tokens go to the experts, and the sums of their results come back.
 
-Every rank has tokens of its own, and some of the experts. Rows are sorted by expert, exchanged, run through the experts
-there, and exchanged back; the results are added up where the token is, with its weights, in float32.
+Every rank has tokens of its own, and some of the experts. Each token goes to every rank once, not once for each choice:
+with K choices and up to K ranks, most have an expert that it chose. There its rows are sorted by expert, and the
+weighted results of these experts are added up in float32 and rounded. Where the token is, the ranks' sums are added up
+in float32.
 
-Shape suffixes: T tokens of this rank, K choices of a token, R = T K rows, S rows that came here, H hidden size; E
-experts, e of them on each of G ranks.
+Shape suffixes: T tokens of this rank, S of all ranks, K choices of a token, H hidden size; E experts, e of them on each
+of G ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastpack.ops.exchange import Group, exchange
+from fastpack.ops.exchange import Group, all_rows, exchange
 from fastpack.ops.linear.operands import Lora
 
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Runs this rank's experts on rows ``[S, H]`` with choices and weights ``[S, 1]``; returns ``[S, H]``."""
+
+class Run(Protocol):
+    """What runs this rank's experts."""
+
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int) -> Tensor:
+        """Return ``[S, H]`` from ``[S, H]``, with choices and weights ``[S, K]``; ``most_rows`` choices are of e."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,25 +70,16 @@ def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, pl
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    tokens, choices = index.shape
-    experts = place.ranks * place.own
-    left_out = index >= experts
-    weights = weights.masked_fill(left_out, 0.0)
-    chosen = index.masked_fill(left_out, place.rank * place.own).flatten().long()  # such rows stay here
-    order = chosen.argsort(stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, chosen, torch.ones_like(chosen))
-    coming = exchange(counts, [place.own] * place.ranks, [place.own] * place.ranks, place.group)
-    send, receive = torch.stack([counts, coming]).view(2, place.ranks, place.own).sum(2).tolist()
-    # a permutation, whose gradient adds nothing up; the sum over choices is that of the expanded dimension
-    rows = x.unsqueeze(1).expand(tokens, choices, -1).flatten(0, 1).index_select(0, order)
-    came = exchange(rows, send, receive, place.group)
-    local = torch.arange(place.own, device=x.device).repeat(place.ranks)
-    local = local.repeat_interleave(coming, output_size=len(came))
-    results = run(came, local[:, None], torch.ones_like(local[:, None], dtype=weights.dtype))
-    back = exchange(results, receive, send, place.group)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    each = back.index_select(0, inverse).view(tokens, choices, -1)
-    return (each.float() * weights.float()[..., None]).sum(1).to(x.dtype)
+    group, ranks = place.group, place.ranks
+    on = torch.arange(ranks, device=x.device)[:, None, None]
+    rows = (index // place.own == on).sum((1, 2))  # for each rank
+    sizes = torch.stack([torch.full_like(rows, len(index)), rows], 1)
+    tokens, rows_here = exchange(sizes, [1] * ranks, [1] * ranks, group).t().tolist()
+    x, weights, index = (all_rows(part, tokens, group) for part in (x, weights, index))
+    local = index - place.rank * place.own
+    sums = run(x, local.where((local >= 0) & (local < place.own), place.own), weights, most_rows=sum(rows_here))
+    own = tokens[place.rank]
+    return exchange(sums, tokens, [own] * ranks, group).unflatten(0, (ranks, own)).sum(0)
 
 
 class _Scaled(torch.autograd.Function):

@@ -20,7 +20,7 @@ the last saved tensor is there. So that matmul, a third of the forward, is not c
 A quantised stack is made dense for one matmul at a time, in the forward and again in the backward. So there is at most
 one dense stack, and none is kept.
 
-Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H hidden size, I size inside, r rank.
+Shape suffixes: T tokens, K choices of a token, E experts, R rows, at most T K, H hidden size, I size inside, r rank.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class ExpertSettings:
         implementation: the implementation of the ops.
         dequantize: the implementation that makes stacks dense.
         row_count: the number of real tokens, or None if all are.
+        most_rows: R, if it is known to be less than T K.
     """
 
     dtype: torch.dtype
@@ -101,6 +102,7 @@ class ExpertSettings:
     implementation: Implementation
     dequantize: Implementation
     row_count: RowCount | None = None
+    most_rows: int | None = None
 
     def leave_out(self, matrices: Sequence[torch.Size], choices: int) -> None:
         """Tell the row count what this pass leaves out for each row of bucket padding."""
@@ -120,6 +122,7 @@ def experts(
     transposed: bool = False,
     dtype: torch.dtype | None = None,
     row_count: RowCount | None = None,
+    most_rows: int | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """Run each token through the experts that it chose.
@@ -134,6 +137,7 @@ def experts(
         transposed: whether the weights of both layers are ``[E, I, O]``.
         dtype: the dtype of the matmuls; by default that of the weights.
         row_count: the number of the T tokens that count, or None for all. Kernels leave the others out.
+        most_rows: how many choices are of an expert here, at most, so that no memory is taken for more; None for T K.
         implementation: ``auto`` runs the kernels if :func:`fastpack.ops.implementation.use_triton` allows it, and they
             support dtype and sizes. Else each expert's rows are multiplied by torch, and the host waits for their
             numbers.
@@ -164,7 +168,7 @@ def experts(
         implementation = "torch"
     formats = inner.format, down.format
     settings = ExpertSettings(
-        dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested, row_count
+        dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested, row_count, most_rows
     )
     stand_in, unfinished = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
     result: Tensor = _Finish.apply(stand_in, unfinished)
@@ -196,7 +200,13 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, index: Tensor, weights: Tensor, settings: ExpertSettings, *tensors: Tensor | None
     ) -> tuple[Tensor, _Unfinished]:
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
-        routing = route(index, inner.shape[0], row_count=settings.row_count, implementation=settings.implementation)
+        routing = route(
+            index,
+            inner.shape[0],
+            row_count=settings.row_count,
+            most_rows=settings.most_rows,
+            implementation=settings.implementation,
+        )
         settings.leave_out([inner.shape], routing.choices)
         n = gather_rows(x.to(settings.dtype), routing)
         low = inner.shrink(n, routing)

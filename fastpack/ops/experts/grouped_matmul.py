@@ -43,7 +43,7 @@ def grouped_matmul(
         to_slots: whether to store the result in the order of slots.
 
     Returns:
-        ``[R, O]``. Rows of no expert are undefined.
+        ``[R, O]``, or ``[T K, O]`` in the order of slots. Rows of no expert are undefined.
     """
     if routing.for_kernels:
         from fastpack.ops.kernels.grouped_matmul import grouped_matmul as kernel
@@ -62,7 +62,7 @@ def grouped_matmul(
         out[first:end] = product
     if not to_slots:
         return out
-    slots = torch.empty_like(out)
+    slots = out.new_empty(routing.index.numel(), stack.columns)
     slots[routing.order] = out
     return slots
 

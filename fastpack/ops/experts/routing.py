@@ -3,7 +3,7 @@
 Slots and rows are defined in :mod:`fastpack.ops.expert_operands`. Nothing waits for the device: the numbers of rows
 stay there.
 
-Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H size of a vector.
+Shape suffixes: T tokens, K choices of a token, E experts, R rows, H size of a vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from fastpack.ops.row_count import RowCount, rows_of
 
 
 def route(
-    index: Tensor, experts: int, *, row_count: RowCount | None = None, implementation: Implementation = "auto"
+    index: Tensor,
+    experts: int,
+    *,
+    row_count: RowCount | None = None,
+    most_rows: int | None = None,
+    implementation: Implementation = "auto",
 ) -> Routing:
     """Sort the slots by expert.
 
@@ -25,16 +30,18 @@ def route(
         index: ``[T, K]`` of int64 or int32, the experts that each token chose.
         experts: E, the number of experts. A choice of E or more, or a negative one, belongs to none.
         row_count: the number of tokens that are real, or None for all. Kernels leave the others out.
+        most_rows: R, if no more slots than so many belong to an expert; None for T K.
         implementation: which implementation to run; the grouped matmuls over these rows must have the same.
     """
     if use_triton(implementation, index):
         from fastpack.ops.kernels import routing as kernels
 
-        return Routing(index, *kernels.route(index, experts, rows_of(row_count)), row_count)
+        order, offsets, tiles, tile_count, rows = kernels.route(index, experts, rows_of(row_count))
+        return Routing(index, order[:most_rows], offsets, tiles, tile_count, rows, row_count)
     slots = index.reshape(-1)
     chosen, order = slots.where(slots >= 0, experts).sort(stable=True)
     offsets = torch.searchsorted(chosen, torch.arange(experts, device=index.device, dtype=index.dtype), right=True)
-    return Routing(index, order.int(), offsets.int())
+    return Routing(index, order[:most_rows].int(), offsets.int())
 
 
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:
@@ -43,7 +50,7 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
         from fastpack.ops.kernels import routing as kernels
 
         assert routing.rows is not None
-        return kernels.spread_rows(x, routing.rows, routing.choices)
+        return kernels.spread_rows(x, routing.rows, routing.choices, len(routing.order))
     return x[routing.order // routing.choices]
 
 
@@ -51,7 +58,7 @@ def sum_slots(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Ten
     """Return the sum over each token's slots, in a fixed order and in float32, rounded once.
 
     Args:
-        y: ``[R, H]``, in the order of slots. Slots of no expert are left out, whatever they hold.
+        y: ``[T K, H]``, in the order of slots. Slots of no expert are left out, whatever they hold.
         routing: the rows.
         weights: ``[T, K]``, a factor for each slot, or None for 1.
 

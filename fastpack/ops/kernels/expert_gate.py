@@ -169,7 +169,8 @@ def backward(
     """Return both gradients as :func:`fastpack.ops.experts.gate.gate_backward` does, the first in ``of_inner``."""
     rows, columns = inner.shape
     weights = weights.contiguous()
-    of_weights = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+    make = torch.empty if rows == weights.numel() else torch.zeros
+    of_weights = make(weights.shape, dtype=torch.float32, device=weights.device)
     if rows:
         with on_device(inner):
             _backward_kernel[(rows,)](

@@ -105,7 +105,7 @@ def grouped_matmul(
     assert update is None or scale == 1, "the update would be scaled, too"
     assert stack.weight.shape[2 if stack.transposed else 1] == x.shape[1], "the kernel would read other matrices"
     rows, columns, inner = len(x), stack.columns, x.shape[1]
-    out = x.new_empty(rows, columns)
+    out = x.new_empty(routing.index.numel() if to_slots else rows, columns)
     if not rows:
         return out
     rank = 0 if update is None else update[0].shape[1]

@@ -3,7 +3,7 @@
 The sort takes three launches. The first counts each block's slots by expert, the second sums the counts up, the third
 gives each slot its row and lists the tiles of the grouped matmuls. It is stable, and nothing waits for the device.
 
-Shape suffixes: T tokens, K choices of a token, E experts, R = T K rows, H size of a vector.
+Shape suffixes: T tokens, K choices of a token, E experts, R rows, H size of a vector.
 """
 
 from __future__ import annotations
@@ -143,9 +143,9 @@ def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Te
     return order, offsets, tiles, tile_count, rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _spread_kernel(
-    x, rows, out, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x, rows, out, most, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -153,23 +153,23 @@ def _spread_kernel(
     value = tl.load(x + token * WIDTH + at, mask=at < WIDTH, other=0.0)
     for choice in tl.static_range(CHOICES):
         row = tl.load(rows + token * CHOICES + choice).to(tl.int64)
-        tl.store(out + row * WIDTH + at, value, mask=at < WIDTH)
+        tl.store(out + row * WIDTH + at, value, mask=at < tl.where(row < most, WIDTH, 0))
 
 
-def spread_rows(x: Tensor, rows: Tensor, choices: int) -> Tensor:
-    """Return ``x [T, H]`` at each row's token, ``[R, H]``.
+def spread_rows(x: Tensor, rows: Tensor, choices: int, most: int) -> Tensor:
+    """Return ``x [T, H]`` at the token of each of the first ``most`` rows, ``[R, H]``.
 
     A program reads a token once and writes all of its rows. One that gathers a row reads each token K times, and large
     batches don't fit into the cache.
     """
     tokens, width = x.shape
-    out = x.new_empty(tokens * choices, width)
+    out = x.new_empty(most, width)
     block = min(BLOCK_H, triton.next_power_of_2(width))
     x = x.contiguous()
     if tokens:
         with on_device(x):
             _spread_kernel[(tokens, triton.cdiv(width, block))](
-                x, rows, out, choices, width, block, num_warps=4, **early(x)
+                x, rows, out, most, choices, width, block, num_warps=4, **early(x)
             )
     return out
 
@@ -198,7 +198,7 @@ def _sum_kernel(
 
 
 def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None, count: Tensor | None) -> Tensor:
-    """Return the weighted sums of ``y [R, H]`` over each token's slots, ``[T, H]``, and zeros for bucket padding."""
+    """Return the weighted sums of ``y [T K, H]`` over each token's slots, ``[T, H]``, and zeros for bucket padding."""
     tokens, choices = index.shape
     width = y.shape[1]
     out = y.new_empty(tokens, width)

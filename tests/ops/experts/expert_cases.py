@@ -182,13 +182,13 @@ def layers(case: Case, leaves: dict[str, Tensor]) -> tuple[ExpertLinear, ExpertL
     return layer("inner"), layer("down")
 
 
-def op(implementation: Implementation) -> Block:
+def op(implementation: Implementation, **settings: Any) -> Block:
     """Return the op in one of its implementations."""
 
     def block(case: Case, leaves: dict[str, Tensor], index: Tensor) -> Tensor:
         inner, down = layers(case, leaves)
-        settings: dict[str, Any] = {"transposed": case.transposed, "implementation": implementation}
-        return experts(leaves["x"], index, leaves["weights"], inner, down, case.gate, **settings)
+        shared: dict[str, Any] = {"transposed": case.transposed, "implementation": implementation, **settings}
+        return experts(leaves["x"], index, leaves["weights"], inner, down, case.gate, **shared)
 
     return block
 

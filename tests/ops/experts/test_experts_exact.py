@@ -26,6 +26,7 @@ from expert_cases import (
     worst,
 )
 from op_checks import DEVICES, ON_CPU, count_calls
+from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack.ops.expert_operands import Gate
 
@@ -78,6 +79,31 @@ def test_every_routing_by_kernels(routing: str, device: str) -> None:
     values, index = operands(case, dtype=torch.float32), choices(case)
     actual = run(op("triton"), case, values, index, torch.float32, device=device)
     assert worst(actual, run(by_token, case, values, index)) <= FLOAT32
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("spare", [0, 2])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.usefixtures("unwritten_memory_is_not_finite")
+def test_memory_for_the_rows_of_experts_alone(implementation: Any, device: str, spare: int, routing: str) -> None:
+    case = Case(routing=routing, bias=True)
+    values, index = operands(case, dtype=torch.float32), choices(case)
+    most = min(int((index < case.sizes[2]).sum()) + spare, index.numel())
+    saved: list[int] = []
+    with saved_tensors_hooks(lambda x: (saved.append(len(x)), x)[1], lambda x: x):
+        actual = run(op(implementation, most_rows=most), case, values, index, torch.float32, device=device)
+    assert worst(actual, run(by_token, case, values, index)) <= FLOAT32
+    assert most in saved
+    assert (index.numel() in saved) == (most == index.numel())
+
+
+def test_too_few_rows_would_be_found() -> None:
+    """The negative control. Kernels would write to memory that is not theirs."""
+    case = Case(routing="distinct")
+    values, index = operands(case), choices(case)
+    actual = run(op("torch", most_rows=index.numel() - 1), case, values, index)
+    assert worst(actual, run(by_token, case, values, index)) > 0.01
 
 
 def test_the_definition_by_experts() -> None:
