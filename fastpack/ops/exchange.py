@@ -14,11 +14,14 @@ Shape suffixes: T rows of all ranks, t rows of this rank, G ranks, H heads, h = 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fastpack.ops.autograd import differentiable_once
 
 Group = Any
 """A ``torch.distributed`` process group; torch builds without the package have no such class."""
@@ -38,6 +41,85 @@ def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Grou
     """
     out: Tensor = _Exchange.apply(x, list(send), list(receive), group)
     return out
+
+
+@dataclass(eq=False)
+class _Link:
+    """The ranks of an exchange, and torch's handle of it, or in the backward of that of the gradients."""
+
+    send: list[int]
+    receive: list[int]
+    group: Group
+    work: Any = None
+
+    def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Start to send ``x``, and return the memory for what comes."""
+        rows = x.new_empty(sum(receive), *x.shape[1:])
+        self.work = dist.all_to_all_single(rows, x.contiguous(), receive, send, self.group, async_op=True)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """An exchange under way. The device may do other work meanwhile.
+
+    Attributes:
+        sent: stands in autograd's graph for what was sent, since gradients under way have its shape; it has no memory.
+        rows: the memory for what comes.
+        link: what both directions share.
+    """
+
+    sent: Tensor
+    rows: Tensor
+    link: _Link
+
+    def wait(self) -> Tensor:
+        """Return the pieces that came; work that is launched from now on runs afterwards."""
+        rows: Tensor = _End.apply(self.sent, self.rows, self.link)
+        return rows
+
+
+def begin_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Exchange:
+    """Begin what :func:`exchange` does, with the same arguments.
+
+    In the backward, the exchange of the gradients is under way between the backwards of what came after and before.
+    """
+    link = _Link([*send], [*receive], group)
+    sent, rows = _Begin.apply(x, link)
+    return Exchange(sent, rows, link)
+
+
+class _Begin(torch.autograd.Function):
+    """Start an exchange; in the backward, wait for that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: _Link) -> tuple[Tensor, Tensor]:
+        ctx.link = link
+        rows = link.start(x, link.send, link.receive)
+        ctx.mark_non_differentiable(rows)
+        ctx.set_materialize_grads(False)
+        return x.new_empty((1,) * x.ndim).expand(x.shape), rows
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        ctx.link.work.wait()
+        return grad, None
+
+
+class _End(torch.autograd.Function):
+    """Wait for an exchange; in the backward, start that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, rows: Tensor, link: _Link) -> Tensor:
+        link.work.wait()
+        ctx.link = link
+        return rows.view_as(rows)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.link.start(grad, ctx.link.receive, ctx.link.send), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -84,6 +166,13 @@ def to_tokens(x: Tensor, sizes: Sequence[int], rank: int, group: Group) -> Tenso
 
 def all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
     """Return the rows of all ranks, ``[T, ...]``, from those of this rank, ``[t, ...]``; gradients are summed."""
-    ranks = len(sizes)
-    copies = x.expand(ranks, *x.shape).flatten(0, 1)
-    return exchange(copies, [len(x)] * ranks, sizes, group)
+    return exchange(_copies(x, len(sizes)), [len(x)] * len(sizes), sizes, group)
+
+
+def begin_all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Exchange:
+    """Begin what :func:`all_rows` does."""
+    return begin_exchange(_copies(x, len(sizes)), [len(x)] * len(sizes), sizes, group)
+
+
+def _copies(x: Tensor, ranks: int) -> Tensor:
+    return x.expand(ranks, *x.shape).flatten(0, 1)

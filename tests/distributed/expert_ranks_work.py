@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
 from fastpack.layers import experts as layer
+from fastpack.ops import exchange
 from fastpack.ops.experts import across_ranks
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
@@ -29,10 +30,12 @@ def build(family: str, lora: str | None) -> Any:
     return model.to(device())
 
 
-def spread_step(family: str, lora: str | None, *, checkpointing: str | None = None) -> dict[str, Any]:
+def spread_step(
+    family: str, lora: str | None, *, checkpointing: str | None = None, halves: bool = False
+) -> dict[str, Any]:
     """Return the errors of a step in DDP, and the rows that came in each call.
 
-    Each rank has sequences of its own. The control keeps rows at home.
+    Each rank has sequences of its own. In the control no sums come back.
     """
     sequences = make_sequences(VOCAB, LENGTHS)
     expected = run_batch(build(family, lora), sequences, "padded right", num_items=trained_tokens(sequences))
@@ -40,7 +43,7 @@ def spread_step(family: str, lora: str | None, *, checkpointing: str | None = No
     case = Case("ddp", checkpointing=checkpointing)
     rows: list[int] = []
 
-    def once(exchange: Any = across_ranks.exchange) -> float:
+    def once(begin: Any = across_ranks.begin_exchange) -> float:
         model = build(family, lora)
         fastpack.shard_experts(model, mesh())
         names = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
@@ -54,7 +57,11 @@ def spread_step(family: str, lora: str | None, *, checkpointing: str | None = No
             rows.append(kwargs["most_rows"])
             return run(x, *args, **kwargs)
 
-        with mock.patch.object(layer, "experts", watched), mock.patch.object(across_ranks, "exchange", exchange):
+        with (
+            mock.patch.object(layer, "experts", watched),
+            mock.patch.object(across_ranks, "begin_exchange", begin),
+            mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
+        ):
             loss = step(outer, case, sequences)
         here = {int(p.to_local().shape[0]) for p in model.parameters() if hasattr(p, "device_mesh")}
         assert here == {EXPERTS // dist.get_world_size()}
@@ -63,12 +70,10 @@ def spread_step(family: str, lora: str | None, *, checkpointing: str | None = No
     error = once()
     calls = list(rows)
 
-    def at_home(x: Any, send: Any, receive: Any, group: Any) -> Any:
-        """Exchange zeros for floating-point rows."""
-        out = across_ranks_exchange(x, send, receive, group)
-        return out * 0 if x.is_floating_point() else out
+    def at_home(sums: Any, *sizes: Any) -> Any:
+        return exchange_sums(sums * 0, *sizes)
 
-    across_ranks_exchange = across_ranks.exchange
+    exchange_sums = across_ranks.begin_exchange
     return {"error": error, "control": once(at_home), "rows": calls}
 
 
@@ -112,6 +117,40 @@ def no_expert_here() -> dict[str, Any]:
     want = x.detach() * (kept * factors).sum(1, keepdim=True)
     out.sum().backward()
     return {"apart": float((out - want).abs().max()), "rows": seen, "gradient": scale.grad is not None}
+
+
+def order_of_work() -> list[str]:
+    """Return when exchanges start and are waited for, and experts run, in a forward and a backward in halves."""
+    order: list[str] = []
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            order.append("wait")
+            self.work.wait()
+
+    def start(link: Any, *args: Any) -> Any:
+        rows = started(link, *args)
+        order.append("start")
+        link.work = Work(link.work)
+        return rows
+
+    def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
+        order.append("experts")
+        out = x * weights.sum(1, keepdim=True)
+        out.register_hook(lambda grad: order.append("gradients of experts"))
+        return out
+
+    started = exchange._Link.start
+    place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
+    with mock.patch.object(exchange._Link, "start", start), mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0):
+        out = across_ranks.experts_across_ranks(x, torch.zeros(6, 2, dtype=torch.int64), weights, run, place)
+        order.append("backward")
+        out.sum().backward()
+    return order
 
 
 def refused(family: str, experts: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from expert_models import FAMILIES
-from expert_ranks_work import both, no_expert_here, refused, spread_step
+from expert_ranks_work import both, no_expert_here, order_of_work, refused, spread_step
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
 from ranks import Ranks
 from tiny import tiny_model
@@ -16,12 +16,16 @@ import fastpack
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("lora", [None, "attention", "experts"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_is_that_of_one_process(family: str, lora: str | None, checkpointing: str | None, ranks: Ranks) -> None:
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+def test_a_step_is_that_of_one_process(
+    halves: bool, family: str, lora: str | None, checkpointing: str | None, ranks: Ranks
+) -> None:
     bound = FLOAT32_BOUND if ranks.backend == "gloo" else GPU_FLOAT32_BOUND
-    results = ranks.run(spread_step, family, lora, checkpointing=checkpointing)
+    results = ranks.run(spread_step, family, lora, checkpointing=checkpointing, halves=halves)
     for result in results:
         assert result["error"] <= bound < 0.01 * result["control"], result
-        assert len(result["rows"]) == 2 * (1 if checkpointing is None else 2), "layers"
+        layers, passes, parts = 2, 1 if checkpointing is None else 2, 2 if halves else 1
+        assert len(result["rows"]) == layers * passes * parts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -38,6 +42,18 @@ def test_a_rank_without_rows(ranks: Ranks) -> None:
         assert result["apart"] <= 1e-6
         assert result["rows"] == [19 if rank == 0 else 0]
         assert result["gradient"]
+
+
+def test_exchanges_are_under_way_while_experts_run(ranks: Ranks) -> None:
+    if ranks.backend != "gloo":
+        pytest.skip("ON A CPU: the order is what matters")
+    for order in ranks.run(order_of_work):
+        three = ["start"] * 3
+        waits = ["wait"] * 3
+        forward = [*three, *three, *waits, "experts", "start", *waits, "experts", "start", "wait", "wait"]
+        assert order[: len(forward)] == forward
+        backward = ["start", "start", "wait", "gradients of experts", "start", "wait", "gradients of experts", "start"]
+        assert order[len(forward) :] == ["backward", *backward, "wait", "wait"]
 
 
 def test_what_ranks_cant_share(ranks: Ranks) -> None:

@@ -3,7 +3,7 @@
 Every rank has tokens of its own, and some of the experts. Each token goes to every rank once, not once for each choice:
 with K choices and up to K ranks, most have an expert that it chose. There its rows are sorted by expert, and the
 weighted results of these experts are added up in float32 and rounded. Where the token is, the ranks' sums are added up
-in float32.
+in float32. Of many tokens, one half is exchanged while experts run on the other, forward and backward.
 
 Shape suffixes: T tokens of this rank, S of all ranks, K choices of a token, H hidden size; E experts, e of them on each
 of G ranks.
@@ -17,8 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastpack.ops.exchange import Group, all_rows, exchange
+from fastpack.ops.exchange import Group, begin_all_rows, begin_exchange, exchange
 from fastpack.ops.linear.operands import Lora
+
+FEWEST_IN_HALVES = 8192
+"""From so many tokens of all ranks on, these are exchanged in halves. Smaller halves are slower matmuls."""
 
 
 class Run(Protocol):
@@ -70,16 +73,46 @@ def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, pl
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    group, ranks = place.group, place.ranks
-    on = torch.arange(ranks, device=x.device)[:, None, None]
-    rows = (index // place.own == on).sum((1, 2))  # for each rank
-    sizes = torch.stack([torch.full_like(rows, len(index)), rows], 1)
-    tokens, rows_here = exchange(sizes, [1] * ranks, [1] * ranks, group).t().tolist()
-    x, weights, index = (all_rows(part, tokens, group) for part in (x, weights, index))
-    local = index - place.rank * place.own
-    sums = run(x, local.where((local >= 0) & (local < place.own), place.own), weights, most_rows=sum(rows_here))
-    own = tokens[place.rank]
-    return exchange(sums, tokens, [own] * ranks, group).unflatten(0, (ranks, own)).sum(0)
+    parts, group, ranks = _parts(index, place), place.group, place.ranks
+    coming = [[begin_all_rows(y[part.own], part.tokens, group) for y in (x, weights, index)] for part in parts]
+    back = []
+    for part, exchanges in zip(parts, coming, strict=True):
+        of_all, weights_of_all, chosen = (under_way.wait() for under_way in exchanges)
+        local = chosen - place.rank * place.own
+        local = local.where((local >= 0) & (local < place.own), place.own)
+        sums, own = run(of_all, local, weights_of_all, most_rows=part.rows), part.tokens[place.rank]
+        back.append((begin_exchange(sums, part.tokens, [own] * ranks, group), own))
+    sums_of_ranks = [under_way.wait().unflatten(0, (ranks, own)).sum(0) for under_way, own in back]
+    return sums_of_ranks[0] if len(parts) == 1 else torch.cat(sums_of_ranks)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of the tokens of all ranks.
+
+    Attributes:
+        own: those of this rank.
+        tokens: how many each rank has.
+        rows: how many choices are of this rank's experts.
+    """
+
+    own: slice
+    tokens: list[int]
+    rows: int
+
+
+def _parts(index: Tensor, place: ExpertRanks) -> list[_Part]:
+    """Return all tokens; or their halves, of which one can be exchanged while experts run on the other."""
+    ranks, middle = place.ranks, len(index) // 2
+    of_rank = index // place.own == torch.arange(ranks, device=index.device)[:, None, None]
+    rows = [half.sum((1, 2)) for half in (of_rank[:, :middle], of_rank[:, middle:])]
+    sizes = torch.stack([torch.full_like(rows[0], len(index)), *rows], 1)
+    tokens, first, second = exchange(sizes, [1] * ranks, [1] * ranks, place.group).t().tolist()
+    if sum(tokens) < FEWEST_IN_HALVES:
+        return [_Part(slice(None), tokens, sum(first + second))]
+    halves = [count // 2 for count in tokens]
+    others = [count - half for count, half in zip(tokens, halves, strict=True)]
+    return [_Part(slice(middle), halves, sum(first)), _Part(slice(middle, None), others, sum(second))]
 
 
 class _Scaled(torch.autograd.Function):
