@@ -104,7 +104,7 @@ def run(call: AttentionCall) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Alone:
     """A sequence alone in its row.
 
     Attributes:
@@ -141,7 +141,7 @@ class _Row:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _Group:
     """Short sequences whose rows have one length.
 
     Attributes:
@@ -196,25 +196,25 @@ def row_count(sequences: int) -> int:
     return power * 3 // 4 if 3 <= sequences <= power * 3 // 4 else power
 
 
-def _group(packed: PackedSeqLens, device: torch.device) -> tuple[_Row | _Rows, ...]:
+def _group(packed: PackedSeqLens, device: torch.device) -> tuple[_Alone | _Group, ...]:
     """Return rows for a batch's sequences: one for each long one, and groups of one length for the others."""
     begins = list(accumulate(packed.lengths, initial=0))
     members = defaultdict(list)
-    groups: list[_Row | _Rows] = []
+    groups: list[_Alone | _Group] = []
     for index, tokens in enumerate(packed.lengths):
         length = row_length(tokens)
-        if length > LONG:
-            groups.append(_Row(begins[index], tokens, length))
+        if length >= LONG:
+            groups.append(_Alone(begins[index], tokens, length))
         else:
             members[length].append(index)
     for length, indices in members.items():
         if len(indices) == 1:
-            groups.append(_Row(begins[indices[0]], packed.lengths[indices[0]], length))
+            groups.append(_Alone(begins[indices[0]], packed.lengths[indices[0]], length))
             continue
         places = [torch.arange(begins[i], begins[i + 1]) for i in indices]
         slots = [torch.arange(packed.lengths[i]) + row * length for row, i in enumerate(indices)]
         at, to = (send(torch.cat(parts), device) for parts in (places, slots))
-        groups.append(_Rows(row_count(len(indices)), length, at, to))
+        groups.append(_Group(row_count(len(indices)), length, at, to))
     return tuple(groups)
 
 
@@ -228,7 +228,7 @@ class _Cudnn(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         scale: float,
-        groups: Sequence[_Row | _Rows],
+        groups: Sequence[_Alone | _Group],
         kept: Kept,
     ) -> Tensor:
         def compute() -> list[Tensor]:

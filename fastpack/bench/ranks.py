@@ -17,6 +17,7 @@ import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from fastpack.model.unwrap import find_parts
 from fastpack.utils.console import counted, headed, room_for
 from fastpack.utils.modules import decoder_layers
 
-LOSSES_AGREE = 0.01
-"""The most by which the first losses of ways that train on the same batch may differ, relative."""
+AGREE = 1e-4, 0.02
+"""The most by which losses, and norms of gradients, of ways that train on the same batch may differ in the first step,
+relative. Random tokens have nearly the same loss in every batch, so that its bound is narrow."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,18 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one way took: tokens of a step of all ranks, seconds, GiB in tensors and held (on a GPU), the first loss."""
+    """What one way took.
+
+    Attributes:
+        way: its name.
+        ranks: how many ranks train.
+        tokens: of a step of all ranks.
+        seconds: of a step.
+        memory: GiB in tensors, on a GPU.
+        held: GiB that the allocator held, on a GPU.
+        loss: the first rank's in the first step.
+        norm: of all adapters' gradients in the first step.
+    """
 
     way: str
     ranks: int
@@ -70,6 +83,7 @@ class Measured:
     memory: float | None
     held: float | None
     loss: float
+    norm: float
 
     @property
     def rate(self) -> float:
@@ -147,7 +161,7 @@ def run(name: str, arguments: argparse.Namespace, device: torch.device, mesh: De
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    timer, first = StepTimer(arguments.warmup), 0.0
+    timer, first = StepTimer(arguments.warmup), (0.0, 0.0)
     timer.mark()
     for step in range(arguments.warmup + arguments.steps):
         source = torch.Generator().manual_seed(step * world + (0 if way.shares or way.alone else rank))
@@ -155,10 +169,10 @@ def run(name: str, arguments: argparse.Namespace, device: torch.device, mesh: De
         packed = fastpack.PackedSeqLens.from_lengths(lengths, device=device)
         loss = outer(input_ids=ids, labels=ids, packed_seq_lens=packed, use_cache=False).loss
         loss.backward()
+        if step == 0:
+            first = loss.item(), gradient_norm(model)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 0:
-            first = loss.item()
         timer.mark()
     on_gpu = device.type == "cuda"
     return Measured(
@@ -168,8 +182,16 @@ def run(name: str, arguments: argparse.Namespace, device: torch.device, mesh: De
         seconds=statistics.median(timer.seconds()),
         memory=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         held=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
-        loss=first,
+        loss=first[0],
+        norm=first[1],
     )
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """Return the norm of all gradients; of sharded ones, of the whole."""
+    gradients: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    whole = [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
+    return sum(float(gradient.double().square().sum()) for gradient in whole) ** 0.5
 
 
 def show(results: list[Measured], arguments: argparse.Namespace, console: Console) -> None:
@@ -195,21 +217,35 @@ def show(results: list[Measured], arguments: argparse.Namespace, console: Consol
     console.print(table)
     for result in results:
         console.print(f"{result.way}: {WAYS[result.way].what}", style="dim", highlight=False)
-    apart = spread([result.loss for result in results if not WAYS[result.way].long])
-    said = f"first losses on the same batch are {apart:.1e} apart, relative (bound {LOSSES_AGREE})"
-    console.print(said, style="green" if apart <= LOSSES_AGREE else "bold red", highlight=False)
+    loss, norm = disagreement(results)
+    said = f"on the same batch, first losses are {loss:.1e} apart, relative, and norms of gradients {norm:.1e}"
+    agree = loss <= AGREE[0] and norm <= AGREE[1]
+    bounds = f"{'' if agree else 'THEY DISAGREE: '}{said} (bounds {AGREE[0]} and {AGREE[1]})"
+    console.print(bounds, style="green" if agree else "bold red", highlight=False)
     console.print(", ".join(f"{name} {what}" for name, what in machine().items()), style="dim", highlight=False)
 
 
-def spread(losses: list[float]) -> float:
-    """Return how far losses are apart, relative to the smallest."""
-    return (max(losses) - min(losses)) / abs(min(losses)) if losses else 0.0
+def disagreement(results: list[Measured]) -> tuple[float, float]:
+    """Return how far losses and norms of gradients are apart at most, of ways that train on the same batches.
+
+    The first rank's first batch is the same in all ways but long ones. Gradients are those of one rank's batch, or of
+    the mean over all ranks' batches.
+    """
+    same = [result for result in results if not WAYS[result.way].long]
+    losses = [result.loss for result in same]
+    alone = [result.norm for result in same if result.tokens == same[0].tokens]
+    others = [result.norm for result in same if result.tokens != same[0].tokens]
+    return _spread(losses), max(_spread(alone), _spread(others))
+
+
+def _spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / min(values) if values else 0.0
 
 
 def main() -> None:
     """Time the ways of the command line, one after the other."""
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m fastpack.bench.ranks", description=__doc__)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"some of {', '.join(WAYS)} (default: all that can run)")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"some of {', '.join(WAYS)} (default: all)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b")
     parser.add_argument("--tokens", type=int, default=8192, help="of a rank's batch; in context of the shared one")
     parser.add_argument("--documents", type=int, default=0, metavar="MEAN", help="the mean length; 0 for one sequence")
@@ -230,12 +266,18 @@ def main() -> None:
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     console = Console(width=room_for(140), quiet=dist.get_rank() > 0)
     results = []
     for name in arguments.ways or [name for name in WAYS if name != "experts" or has_experts(arguments.shape)]:
-        result = run(name, arguments, device, mesh)
+        try:
+            result = run(name, arguments, device, mesh)
+        except torch.OutOfMemoryError:
+            if not WAYS[name].alone:
+                raise  # the others wait for this rank in the middle of a step
+            result = None
+            console.print(f"{name}: out of memory", style="red", highlight=False)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -243,10 +285,10 @@ def main() -> None:
         if result is not None and dist.get_rank() == 0:
             results.append(result)
             console.print(f"{name}: {result.rate:,.0f} tokens/s a GPU", style="dim", highlight=False)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps([asdict(result) for result in results]))
     if dist.get_rank() == 0:
         show(results, arguments, console)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps([asdict(result) for result in results]))
     dist.destroy_process_group()
 
 

@@ -118,7 +118,7 @@ def run_experts(
         implementation=patched.runtime.kernels,
     )
     if operands.ranks is None:
-        result = run(x, index, weights, row_count=count)
+        result = run(x, index, weights, row_count=count).finish()
     else:
         result = experts_across_ranks(x, index, weights, run, operands.ranks)
     return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))

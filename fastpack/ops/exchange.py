@@ -43,20 +43,14 @@ def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Grou
     return out
 
 
-@dataclass(eq=False)
-class _Link:
-    """The ranks of an exchange, and torch's handle of it, or in the backward of that of the gradients."""
+def begin_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Exchange:
+    """Begin what :func:`exchange` does, with the same arguments; it can be differentiated once.
 
-    send: list[int]
-    receive: list[int]
-    group: Group
-    work: Any = None
-
-    def start(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Start to send ``x``, and return the memory for what comes."""
-        rows = x.new_empty(sum(receive), *x.shape[1:])
-        self.work = dist.all_to_all_single(rows, x.contiguous(), receive, send, self.group, async_op=True)
-        return rows
+    The exchange of the gradients starts in the backward of :meth:`Exchange.wait`, and is waited for in that of this
+    function.
+    """
+    link = _Link([*send], [*receive], group)
+    return Exchange(_Begin.apply(x, link), link)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,62 +58,86 @@ class Exchange:
     """An exchange under way. The device may do other work meanwhile.
 
     Attributes:
-        sent: stands in autograd's graph for what was sent, since gradients under way have its shape; it has no memory.
-        rows: the memory for what comes.
+        sent: stands for what was sent in autograd's graph; it has no memory.
         link: what both directions share.
     """
 
     sent: Tensor
-    rows: Tensor
     link: _Link
 
     def wait(self) -> Tensor:
         """Return the pieces that came; work that is launched from now on runs afterwards."""
-        rows: Tensor = _End.apply(self.sent, self.rows, self.link)
+        rows: Tensor = _End.apply(self.sent, self.link)
         return rows
 
 
-def begin_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Exchange:
-    """Begin what :func:`exchange` does, with the same arguments.
+@dataclass(eq=False)
+class _Link:
+    """An exchange, and in the backward that of its gradients.
 
-    In the backward, the exchange of the gradients is under way between the backwards of what came after and before.
+    Attributes:
+        send: the rows of the piece for each rank.
+        receive: the rows that come from each rank.
+        group: the process group.
+        under_way: the memory for what comes, and torch's handle, which holds memory, too; None before and after.
     """
-    link = _Link([*send], [*receive], group)
-    sent, rows = _Begin.apply(x, link)
-    return Exchange(sent, rows, link)
+
+    send: list[int]
+    receive: list[int]
+    group: Group
+    under_way: tuple[Tensor, Any] | None = None
+
+    def start(self, x: Tensor, send: list[int], receive: list[int]) -> None:
+        self.under_way = _send(x, send, receive, self.group, async_op=True)
+
+    def finish(self) -> Tensor:
+        assert self.under_way is not None, "begin_exchange can be differentiated once, and waited for once"
+        (rows, work), self.under_way = self.under_way, None
+        work.wait()
+        return rows
+
+
+def _send(
+    x: Tensor, send: list[int], receive: list[int], group: Group, *, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    rows = x.new_empty(sum(receive), *x.shape[1:])
+    return rows, dist.all_to_all_single(rows, x.contiguous(), receive, send, group, async_op=async_op)
+
+
+def _without_memory(x: Tensor, rows: int) -> Tensor:
+    """Return a tensor like ``x`` of so many rows, all of whose elements are one."""
+    return x.new_empty((1,) * x.ndim).expand(rows, *x.shape[1:])
 
 
 class _Begin(torch.autograd.Function):
     """Start an exchange; in the backward, wait for that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: _Link) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
-        rows = link.start(x, link.send, link.receive)
-        ctx.mark_non_differentiable(rows)
-        ctx.set_materialize_grads(False)
-        return x.new_empty((1,) * x.ndim).expand(x.shape), rows
+        link.start(x, link.send, link.receive)
+        return _without_memory(x, len(x))
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        ctx.link.work.wait()
-        return grad, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.link.finish(), None
 
 
 class _End(torch.autograd.Function):
     """Wait for an exchange; in the backward, start that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, rows: Tensor, link: _Link) -> Tensor:
-        link.work.wait()
+    def forward(ctx: Any, _: Tensor, link: _Link) -> Tensor:
         ctx.link = link
-        return rows.view_as(rows)
+        return link.finish()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.link.start(grad, ctx.link.receive, ctx.link.send), None, None
+        link = ctx.link
+        link.start(grad, link.receive, link.send)
+        return _without_memory(grad, sum(link.send)), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -128,9 +146,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group)
-        return out
+        return _send(x, send, receive, group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -65,12 +65,9 @@ class Routing:
         """True if it was made by kernels, for kernels."""
         return self.tiles is not None
 
-    def real_slots(self) -> Tensor:
-        """Return which slots belong to an expert, bool ``[T, K]``."""
-        real = (self.index >= 0) & (self.index < self.experts)
-        if self.row_count is not None:
-            real &= (torch.arange(len(real), device=real.device) < self.row_count.rows)[:, None]
-        return real
+    def real_rows(self) -> Tensor:
+        """Return which rows belong to an expert, bool ``[R]``; they come first."""
+        return torch.arange(len(self.order), device=self.order.device) < self.offsets[-1]
 
     def bounds(self) -> list[tuple[int, int]]:
         """Return the first row of each expert and the row after its last; the host waits for the device."""

@@ -70,10 +70,10 @@ def test_padding_at_the_beginning_would_be_found(
     case = Case()
     build = cudnn._group
 
-    def shifted(packed: PackedSeqLens, device: torch.device) -> Sequence[cudnn._Row | cudnn._Rows]:
+    def shifted(packed: PackedSeqLens, device: torch.device) -> Sequence[cudnn._Alone | cudnn._Group]:
         groups = build(packed, device)
         for group in groups:
-            assert isinstance(group, cudnn._Rows)
+            assert isinstance(group, cudnn._Group)
             group.slots.copy_(group.count * group.length - 1 - group.slots.flip(0))
         return groups
 
@@ -89,25 +89,36 @@ def test_sequences_are_rows_of_few_lengths(shapes: list[tuple[int, ...]], monkey
     q, k, v = (torch.randn(32, 2, 8, dtype=DOUBLE, requires_grad=True) for _ in range(3))
     cudnn.run(AttentionCall(q, k, v, packed, 0.3)).sum().backward()
     assert sorted(shapes) == [(1, 2, 16, 8), (3, 2, 8, 8)]
-    (alone,) = (group for group in packed.memo(("cudnn", q.device), lambda: ()) if isinstance(group, cudnn._Row))
+    (alone,) = (group for group in packed.memo(("cudnn", q.device), lambda: ()) if isinstance(group, cudnn._Alone))
     assert alone.rows(q.detach()).untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
 
 
-def test_few_shapes(shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounded", [True, False])
+def test_few_shapes(rounded: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for each shape would cost more than the step, so batches of any lengths must share them."""
-    monkeypatch.setattr(cudnn, "LONG", 64)
-    monkeypatch.setattr(cudnn, "SHORTEST", 16)
-    monkeypatch.setattr(cudnn, "STEPS", 4)
+    for name, value in {"LONG": 64, "SHORTEST": 16, "STEPS": 4}.items():
+        monkeypatch.setattr(cudnn, name, value)
+    if not rounded:
+        monkeypatch.setattr(cudnn, "row_count", lambda sequences: sequences)
     source = random.Random(0)
-    batches = [[source.randint(1, 128) for _ in range(source.randint(1, 40))] for _ in range(60)]
-    for lengths in batches:
+    for _ in range(100):
+        lengths = [source.randint(1, 128) for _ in range(source.randint(1, 60))]
         q, k, v = torch.randn(3, sum(lengths), 1, 8, dtype=DOUBLE)
         cudnn.run(AttentionCall(q, k, v, PackedSeqLens.from_lengths(lengths), 0.3))
-    assert len({shape for shape in shapes if shape[2] > 64}) <= 4, "long ones are alone"
-    assert len(set(shapes)) <= 4 + 3 * len({cudnn.row_count(n) for n in range(1, 41)})
-    for n in range(1, 400):
-        assert n <= cudnn.row_count(n) <= 1.5 * n
-    assert len({tuple(sorted(lengths)) for lengths in batches}) == 60
+    assert {shape[0] for shape in shapes if shape[2] >= 64} == {1}, "long ones are alone"
+    assert (len(set(shapes)) <= 5 + 2 * 10) == rounded, "five long lengths, and two short ones of up to 32 rows"
+
+
+def test_numbers_of_rows() -> None:
+    counts = [cudnn.row_count(sequences) for sequences in range(1, 33)]
+    assert sorted({*counts}) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert all(sequences <= count <= 1.5 * sequences for sequences, count in enumerate(counts, 1))
+
+
+def test_from_long_on_alone() -> None:
+    lengths = [cudnn.LONG, cudnn.LONG // 2, cudnn.LONG, 3, 3]
+    groups = cudnn._group(PackedSeqLens.from_lengths(lengths), torch.device("cpu"))
+    assert [type(group) for group in groups] == [cudnn._Alone, cudnn._Alone, cudnn._Alone, cudnn._Group]
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 1000, 4096, 4097, 50_000, 131_072, 131_073, 400_001])

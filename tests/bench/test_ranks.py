@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fastpack.bench.ranks import LOSSES_AGREE, WAYS, make_documents, spread
+from fastpack.bench.ranks import AGREE, WAYS, Measured, disagreement, make_documents
 
 
 def launch(*arguments: str, torchrun: bool = True) -> subprocess.CompletedProcess[str]:
@@ -36,12 +37,20 @@ def test_every_way(tmp_path: Path) -> None:
         "fsdp": (2, 192),
         "experts": (2, 192),
     }
-    losses = [result["loss"] for name, result in results.items() if not WAYS[name].long]
-    assert spread(losses) <= 1e-5
-    assert spread([results["context-long"]["loss"], *losses]) > 1e-5, "the control: another batch"
+    measured = [Measured(**result) for result in results.values()]
+    loss, norm = disagreement(measured)
+    assert loss <= 1e-5
+    assert norm <= 1e-4
+    for index, way in enumerate(measured):
+        if not WAYS[way.way].long:  # the control: another batch
+            others = [*measured[:index], replace(way, loss=results["context-long"]["loss"]), *measured[index + 1 :]]
+            assert disagreement(others)[0] > AGREE[0]
+            halved = [*measured[:index], replace(way, norm=way.norm / 2), *measured[index + 1 :]]
+            assert disagreement(halved)[1] > AGREE[1]
     assert all(result["seconds"] > 0 for result in results.values())
     assert all(f"{name}: {way.what}" in done.stdout for name, way in WAYS.items())
-    assert "first losses on the same batch are" in done.stdout
+    assert "on the same batch, first losses are" in done.stdout
+    assert "DISAGREE" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -63,4 +72,3 @@ def test_documents() -> None:
     assert sum(lengths) == 10_000
     assert all(100 <= length <= 300 for length in lengths[:-1])
     assert len(set(lengths)) > 20
-    assert spread([2.0, 2.1]) > LOSSES_AGREE > spread([2.0, 2.001])

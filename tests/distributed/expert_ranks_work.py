@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from expert_models import COUNTS, STACKS, expert_model, with_expert_lora
+from op_checks import relative
 from oracle import Result, make_sequences, run_batch, trained_tokens
 from rank_work import Case, checkpoint, device, grads_of, off, step
 from spread_work import mesh
@@ -17,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fastpack
 from fastpack.layers import experts as layer
 from fastpack.ops import exchange
+from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts import across_ranks
+from fastpack.ops.experts.experts import ExpertLinear, experts
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 EXPERTS = 4
@@ -33,7 +39,7 @@ def build(family: str, lora: str | None) -> Any:
 def spread_step(
     family: str, lora: str | None, *, checkpointing: str | None = None, halves: bool = False
 ) -> dict[str, Any]:
-    """Return the errors of a step in DDP, and the rows that came in each call.
+    """Return the errors of a step in DDP, and the choices of experts here in each call.
 
     Each rank has sequences of its own. In the control no sums come back.
     """
@@ -41,7 +47,7 @@ def spread_step(
     expected = run_batch(build(family, lora), sequences, "padded right", num_items=trained_tokens(sequences))
     expected = Result([], expected.loss, expected.grads)
     case = Case("ddp", checkpointing=checkpointing)
-    rows: list[int] = []
+    choices: list[int] = []
 
     def once(begin: Any = across_ranks.begin_exchange) -> float:
         model = build(family, lora)
@@ -54,7 +60,7 @@ def spread_step(
         run = layer.experts
 
         def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
-            rows.append(kwargs["most_rows"])
+            choices.append(kwargs["most_rows"])
             return run(x, *args, **kwargs)
 
         with (
@@ -68,13 +74,13 @@ def spread_step(
         return off(Result([], loss, grads_of(model)), expected)
 
     error = once()
-    calls = list(rows)
+    calls = list(choices)
 
-    def at_home(sums: Any, *sizes: Any) -> Any:
+    def no_sums(sums: Any, *sizes: Any) -> Any:
         return exchange_sums(sums * 0, *sizes)
 
     exchange_sums = across_ranks.begin_exchange
-    return {"error": error, "control": once(at_home), "rows": calls}
+    return {"error": error, "control": once(no_sums), "choices": calls}
 
 
 def both(family: str) -> float:
@@ -92,61 +98,110 @@ def both(family: str) -> float:
     return off(Result([], result.loss, grads_of(model)), Result([], expected.loss, expected.grads))
 
 
-def no_expert_here() -> dict[str, Any]:
-    """Return the error, the rows here and whether there is a gradient if all tokens choose the first rank's experts."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    ranks = dist.get_world_size()
-    group = dist.group.WORLD
-    place = across_ranks.ExpertRanks(ranks, dist.get_rank(), group, 2)
-    x = torch.randn(5, 8, generator=generator).requires_grad_()
-    weights = torch.rand(5, 2, generator=generator).requires_grad_()
-    left_out = dist.get_rank() == 0
-    index = torch.tensor([[0, 1]] * 4 + [[1, 2 * ranks if left_out else 0]])  # a choice beyond all adds nothing
-    scale = torch.nn.Parameter(torch.arange(1.0, 3.0) + 10 * dist.get_rank())
+def no_expert_here(tokens: tuple[int, int], halves: bool) -> dict[str, Any]:
+    """Return the errors and the choices here if all tokens of all ranks choose the first rank's two experts.
+
+    Args:
+        tokens: how many the first and the second rank have. The last of a rank with several has a choice beyond all.
+        halves: whether halves are exchanged.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)  # both ranks know all experts, so that each computes its truth
+    place = across_ranks.ExpertRanks(ranks, rank, dist.group.WORLD, 2)
+    count = tokens[rank]
+    stacks = [torch.randn(2 * ranks, *sides, generator=generator) for sides in ((16, 8), (8, 8))]
+    x = torch.randn(2, 9, 8, generator=generator)[rank, :count].clone().requires_grad_()
+    weights = torch.rand(2, 9, 2, generator=generator)[rank, :count].clone().requires_grad_()
+    index = torch.tensor([[0, 1]] * count, dtype=torch.int32).view(count, 2)
+    if count > 1:
+        index[-1, 1] = 2 * ranks  # adds nothing
     seen: list[int] = []
 
-    def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
+    def run(x: Any, index: Any, weights: Any, *, most_rows: int, first: int = 2 * rank, few: int = 2) -> Any:
         seen.append(most_rows)
-        factors = torch.cat([scale, torch.zeros(1)])[index]
-        return x * (factors * weights).sum(1, keepdim=True)
+        inner, down = (ExpertLinear(stack[first : first + few]) for stack in stacks)
+        return experts(x, index, weights, inner, down, Gate("silu"), most_rows=most_rows)
 
-    out = across_ranks.experts_across_ranks(x, index, weights, run, place)
-    kept = weights.detach().clone()
-    kept[4, 1] *= not left_out
-    factors = torch.tensor([[1.0, 2.0]] * 4 + [[2.0, 1.0]])
-    want = x.detach() * (kept * factors).sum(1, keepdim=True)
-    out.sum().backward()
-    return {"apart": float((out - want).abs().max()), "rows": seen, "gradient": scale.grad is not None}
+    with mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30):
+        out = across_ranks.experts_across_ranks(x, index, weights, run, place)
+    chosen = seen[:]
+    want = run(x, index, weights, most_rows=2 * count, first=0, few=2 * ranks).finish()
+    grads, truth = (torch.autograd.grad((y * y).sum(), (x, weights)) for y in (out, want))
+    apart = [relative(a, b) if count else 0.0 for a, b in zip((out, *grads), (want, *truth), strict=True)]
+    return {"apart": max(apart), "choices": sum(chosen), "calls": len(chosen)}
+
+
+def kept_by_a_checkpoint(*, keeps: bool) -> int:
+    """Return how many of the tensors that came are alive after a checkpointed forward.
+
+    Args:
+        keeps: whether what is under way is kept after the wait, as torch's handle would.
+    """
+    came: list[Any] = []
+
+    def finish(link: Any) -> Any:
+        under_way = link.under_way
+        rows = finished(link)
+        came.append(weakref.ref(rows.untyped_storage()))
+        if keeps:
+            link.under_way = under_way
+        return rows
+
+    def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
+        stacks = (ExpertLinear(torch.ones(2, *sides)) for sides in ((16, 8), (8, 8)))
+        return experts(x, index, weights, *stacks, Gate("silu"), most_rows=most_rows)
+
+    def block(x: Any) -> Any:
+        return across_ranks.experts_across_ranks(x, index, weights, run, place)
+
+    finished = exchange._Link.finish
+    place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
+    index = torch.tensor([[0, 2]] * 6)
+    with mock.patch.object(exchange._Link, "finish", finish), mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0):
+        out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        until = time.monotonic() + 1  # gloo's thread lets go of its own references a little later
+        while (alive := sum(storage() is not None for storage in came)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(came) == 8
+        if not keeps:
+            out.sum().backward()
+    return alive
 
 
 def order_of_work() -> list[str]:
     """Return when exchanges start and are waited for, and experts run, in a forward and a backward in halves."""
     order: list[str] = []
 
-    class Work:
-        def __init__(self, work: Any) -> None:
-            self.work = work
-
-        def wait(self) -> None:
-            order.append("wait")
-            self.work.wait()
-
-    def start(link: Any, *args: Any) -> Any:
-        rows = started(link, *args)
+    def start(link: Any, *args: Any) -> None:
         order.append("start")
-        link.work = Work(link.work)
-        return rows
+        started(link, *args)
+
+    def finish(link: Any) -> Any:
+        order.append("wait")
+        return finished(link)
+
+    class Begun:
+        def __init__(self, x: Any) -> None:
+            order.append("experts")
+            self.x = x.clone()
+            self.x.register_hook(lambda grad: order.append("gradients of experts"))
+
+        def finish(self) -> Any:
+            order.append("last matmul")
+            return self.x * 2
 
     def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
-        order.append("experts")
-        out = x * weights.sum(1, keepdim=True)
-        out.register_hook(lambda grad: order.append("gradients of experts"))
-        return out
+        return Begun(x * weights.sum(1, keepdim=True))
 
-    started = exchange._Link.start
+    started, finished = exchange._Link.start, exchange._Link.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
-    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
-    with mock.patch.object(exchange._Link, "start", start), mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0):
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    with (
+        mock.patch.object(exchange._Link, "start", start),
+        mock.patch.object(exchange._Link, "finish", finish),
+        mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0),
+    ):
         out = across_ranks.experts_across_ranks(x, torch.zeros(6, 2, dtype=torch.int64), weights, run, place)
         order.append("backward")
         out.sum().backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from expert_models import FAMILIES
-from expert_ranks_work import both, no_expert_here, order_of_work, refused, spread_step
+from expert_ranks_work import both, kept_by_a_checkpoint, no_expert_here, order_of_work, refused, spread_step
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
 from ranks import Ranks
 from tiny import tiny_model
@@ -25,7 +25,14 @@ def test_a_step_is_that_of_one_process(
     for result in results:
         assert result["error"] <= bound < 0.01 * result["control"], result
         layers, passes, parts = 2, 1 if checkpointing is None else 2, 2 if halves else 1
-        assert len(result["rows"]) == layers * passes * parts
+        assert len(result["choices"]) == layers * passes * parts
+
+
+def test_four_ranks(four: Ranks) -> None:
+    """Each has one of the four experts, and sequences of other lengths."""
+    bound = FLOAT32_BOUND if four.backend == "gloo" else GPU_FLOAT32_BOUND
+    for result in four.run(spread_step, "qwen3_moe", "experts", checkpointing="non-reentrant", halves=True):
+        assert result["error"] <= bound < 0.01 * result["control"], result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,26 +41,36 @@ def test_ranks_that_share_batches_too(family: str, ranks: Ranks) -> None:
     assert max(ranks.run(both, family)) <= bound
 
 
-def test_a_rank_without_rows(ranks: Ranks) -> None:
-    """It takes part in the exchanges all the same, and its weights have gradients."""
+@pytest.mark.parametrize("tokens", [(5, 5), (0, 5), (1, 6), (1, 1), (0, 0), (3, 8)])
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+def test_ranks_without_tokens_or_experts(halves: bool, tokens: tuple[int, int], ranks: Ranks) -> None:
+    """They take part in the exchanges all the same."""
     if ranks.backend != "gloo":
         pytest.skip("ON A CPU: the sizes are what matters")
-    for rank, result in enumerate(ranks.run(no_expert_here)):
-        assert result["apart"] <= 1e-6
-        assert result["rows"] == [19 if rank == 0 else 0]
-        assert result["gradient"]
+    real = sum(2 * count - (count > 1) for count in tokens)
+    for rank, result in enumerate(ranks.run(no_expert_here, tokens, halves)):
+        assert result["apart"] <= 1e-5
+        assert result["choices"] == (real if rank == 0 else 0)
+        assert result["calls"] == (2 if halves else 1)
+
+
+def test_checkpoints_keep_nothing_that_came(ranks: Ranks) -> None:
+    if ranks.backend != "gloo":
+        pytest.skip("ON A CPU: what is kept is what matters")
+    assert ranks.run(kept_by_a_checkpoint, keeps=False) == [0, 0]
+    assert min(ranks.run(kept_by_a_checkpoint, keeps=True)) > 0, "the control"
 
 
 def test_exchanges_are_under_way_while_experts_run(ranks: Ranks) -> None:
     if ranks.backend != "gloo":
         pytest.skip("ON A CPU: the order is what matters")
+    came, waits = ["start"] * 3, ["wait"] * 3  # tokens, weights and choices
+    forward = [*came, *came, *waits, "experts", *waits, "experts"]
+    forward += ["last matmul", "start", "last matmul", "start", "wait", "wait"]
+    of_half = ["gradients of experts", "start", "start"]
+    backward = ["start", "start", "wait", "wait", *of_half, *of_half, "wait", "wait", "wait", "wait"]
     for order in ranks.run(order_of_work):
-        three = ["start"] * 3
-        waits = ["wait"] * 3
-        forward = [*three, *three, *waits, "experts", "start", *waits, "experts", "start", "wait", "wait"]
-        assert order[: len(forward)] == forward
-        backward = ["start", "start", "wait", "gradients of experts", "start", "wait", "gradients of experts", "start"]
-        assert order[len(forward) :] == ["backward", *backward, "wait", "wait"]
+        assert order == [*forward, "backward", *backward]
 
 
 def test_what_ranks_cant_share(ranks: Ranks) -> None:

@@ -137,7 +137,7 @@ def _ours(x: Tensor, index: Tensor, weights: Tensor, layers: list[Layer], *, blo
         ExpertLinear(weight, bias, None if a is None or b is None else Lora(a, b, LORA_SCALE))
         for weight, bias, a, b in layers
     )
-    return experts(x, index, weights, inner, down, block.gate, transposed=block.transposed)
+    return experts(x, index, weights, inner, down, block.gate, transposed=block.transposed).finish()
 
 
 def _liger(x: Tensor, index: Tensor, weights: Tensor, layers: list[Layer]) -> Any:

@@ -17,18 +17,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastpack.ops.exchange import Group, begin_all_rows, begin_exchange, exchange
+from fastpack.ops.exchange import Exchange, Group, begin_all_rows, begin_exchange, exchange
+from fastpack.ops.experts.experts import Unfinished
 from fastpack.ops.linear.operands import Lora
 
 FEWEST_IN_HALVES = 8192
-"""From so many tokens of all ranks on, these are exchanged in halves. Smaller halves are slower matmuls."""
+"""From so many tokens of all ranks on, these are exchanged in halves. Halves are smaller matmuls, and weights that are
+quantised or trained are read twice as often."""
 
 
 class Run(Protocol):
     """What runs this rank's experts."""
 
-    def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int) -> Tensor:
-        """Return ``[S, H]`` from ``[S, H]``, with choices and weights ``[S, K]``; ``most_rows`` choices are of e."""
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int) -> Unfinished:
+        """Run tokens ``[S, H]`` with choices and weights ``[S, K]``, as :func:`experts` does.
+
+        At most ``most_rows`` choices are of this rank's experts; the others are e.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,17 +78,28 @@ def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, pl
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    parts, group, ranks = _parts(index, place), place.group, place.ranks
-    coming = [[begin_all_rows(y[part.own], part.tokens, group) for y in (x, weights, index)] for part in parts]
-    back = []
-    for part, exchanges in zip(parts, coming, strict=True):
-        of_all, weights_of_all, chosen = (under_way.wait() for under_way in exchanges)
-        local = chosen - place.rank * place.own
-        local = local.where((local >= 0) & (local < place.own), place.own)
-        sums, own = run(of_all, local, weights_of_all, most_rows=part.rows), part.tokens[place.rank]
-        back.append((begin_exchange(sums, part.tokens, [own] * ranks, group), own))
-    sums_of_ranks = [under_way.wait().unflatten(0, (ranks, own)).sum(0) for under_way, own in back]
-    return sums_of_ranks[0] if len(parts) == 1 else torch.cat(sums_of_ranks)
+    parts, group = _parts(index, place), place.group
+    own = [part.tokens[place.rank] for part in parts]
+    pieces = zip(*(y.split(own) for y in (x, weights, index)), strict=True)
+    coming = [[begin_all_rows(y, part.tokens, group) for y in piece] for part, piece in zip(parts, pieces, strict=True)]
+    # whatever the backward needs is saved before the first last matmul, so that a recomputation ends there
+    begun = [_begin(run, coming.pop(0), part, place) for part in parts]
+    back = [
+        begin_exchange(begun.pop(0).finish(), part.tokens, [tokens] * place.ranks, group)
+        for part, tokens in zip(parts, own, strict=True)
+    ]
+    sums = [
+        under_way.wait().unflatten(0, (place.ranks, tokens)).sum(0) for under_way, tokens in zip(back, own, strict=True)
+    ]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def _begin(run: Run, coming: list[Exchange], part: _Part, place: ExpertRanks) -> Unfinished:
+    """Run this rank's experts on what comes."""
+    x, weights, index = (exchange.wait() for exchange in coming)
+    local = index - place.rank * place.own
+    local = local.where((local >= 0) & (local < place.own), place.own).int()
+    return run(x, local, weights, most_rows=part.choices)
 
 
 @dataclass(frozen=True)
@@ -91,28 +107,26 @@ class _Part:
     """Some of the tokens of all ranks.
 
     Attributes:
-        own: those of this rank.
         tokens: how many each rank has.
-        rows: how many choices are of this rank's experts.
+        choices: how many of their choices are of this rank's experts.
     """
 
-    own: slice
     tokens: list[int]
-    rows: int
+    choices: int
 
 
 def _parts(index: Tensor, place: ExpertRanks) -> list[_Part]:
     """Return all tokens; or their halves, of which one can be exchanged while experts run on the other."""
     ranks, middle = place.ranks, len(index) // 2
     of_rank = index // place.own == torch.arange(ranks, device=index.device)[:, None, None]
-    rows = [half.sum((1, 2)) for half in (of_rank[:, :middle], of_rank[:, middle:])]
-    sizes = torch.stack([torch.full_like(rows[0], len(index)), *rows], 1)
+    choices = [half.sum((1, 2)) for half in (of_rank[:, :middle], of_rank[:, middle:])]
+    sizes = torch.stack([torch.full_like(choices[0], len(index)), *choices], 1)
     tokens, first, second = exchange(sizes, [1] * ranks, [1] * ranks, place.group).t().tolist()
     if sum(tokens) < FEWEST_IN_HALVES:
-        return [_Part(slice(None), tokens, sum(first + second))]
+        return [_Part(tokens, sum(first + second))]
     halves = [count // 2 for count in tokens]
     others = [count - half for count, half in zip(tokens, halves, strict=True)]
-    return [_Part(slice(middle), halves, sum(first)), _Part(slice(middle, None), others, sum(second))]
+    return [_Part(halves, sum(first)), _Part(others, sum(second))]
 
 
 class _Scaled(torch.autograd.Function):

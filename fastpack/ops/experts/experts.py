@@ -38,7 +38,7 @@ from fastpack.ops.expert_operands import NARROWEST, STEP, Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer, kernel_rejects
 from fastpack.ops.experts.lora_factors import pack_factors
-from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_slots
+from fastpack.ops.experts.routing import gather_rows, route, row_weights, sum_rows
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.linear.operands import Lora
 from fastpack.ops.row_count import RowCount
@@ -124,8 +124,8 @@ def experts(
     row_count: RowCount | None = None,
     most_rows: int | None = None,
     implementation: Implementation = "auto",
-) -> Tensor:
-    """Run each token through the experts that it chose.
+) -> Unfinished:
+    """Run each token through the experts that it chose, as far as the last matmul, which ``finish()`` runs.
 
     Args:
         x: ``[T, H]``.
@@ -143,7 +143,7 @@ def experts(
             numbers.
 
     Returns:
-        ``[T, H]`` in x's dtype.
+        What ``finish()`` makes ``[T, H]`` of, in x's dtype.
 
     Raises:
         ValueError: the shape of A or B doesn't fit; or ``implementation="triton"``, and the kernels don't support
@@ -152,7 +152,7 @@ def experts(
     Example:
         >>> x, index, weights = torch.randn(5, 8), torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5)
         >>> inner, down = ExpertLinear(torch.randn(3, 8, 8)), ExpertLinear(torch.randn(3, 8, 4))
-        >>> experts(x, index, weights, inner, down, Gate("silu")).shape
+        >>> experts(x, index, weights, inner, down, Gate("silu")).finish().shape
         torch.Size([5, 8])
     """
     dtype = inner.dtype if dtype is None else dtype
@@ -170,9 +170,7 @@ def experts(
     settings = ExpertSettings(
         dtype, gate, transposed, (scales[0], scales[1]), formats, implementation, requested, row_count, most_rows
     )
-    stand_in, unfinished = _Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors)
-    result: Tensor = _Finish.apply(stand_in, unfinished)
-    return result
+    return Unfinished(*_Experts.apply(x, index, weights, settings, *inner.tensors, *down.tensors))
 
 
 def _check_lora(layer: ExpertLinear, transposed: bool) -> None:
@@ -189,16 +187,31 @@ def _check_lora(layer: ExpertLinear, transposed: bool) -> None:
         )
 
 
-class _Experts(torch.autograd.Function):
-    """The forward of :func:`experts` without its end, and its whole backward.
+@dataclass(frozen=True, eq=False)
+class Unfinished:
+    """A block of experts before its last matmul.
 
-    It returns a tensor without memory that stands for the result in the graph, and :class:`_Unfinished`.
+    Attributes:
+        stand_in: a tensor without memory that stands for the result in autograd's graph.
+        inputs: the inputs of the rest.
     """
+
+    stand_in: Tensor
+    inputs: _LastInputs
+
+    def finish(self) -> Tensor:
+        """Return the block's result ``[T, H]``."""
+        result: Tensor = _Finish.apply(self.stand_in, self.inputs)
+        return result
+
+
+class _Experts(torch.autograd.Function):
+    """The forward of :func:`experts` without its end, and its whole backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, index: Tensor, weights: Tensor, settings: ExpertSettings, *tensors: Tensor | None
-    ) -> tuple[Tensor, _Unfinished]:
+    ) -> tuple[Tensor, _LastInputs]:
         inner, down = (_Layer.of(tensors[4 * i : 4 * i + 4], settings, i) for i in (0, 1))
         routing = route(
             index,
@@ -216,7 +229,7 @@ class _Experts(torch.autograd.Function):
         low_down = down.shrink(a, routing)
         ctx.settings, ctx.routing = settings, routing
         ctx.save_for_backward(x, weights, between, low, low_down, *tensors)
-        return x.new_empty(1, 1).expand(x.shape), _Unfinished(a, low_down, weights, down, routing)
+        return x.new_empty(1, 1).expand(x.shape), _LastInputs(a, low_down, weights, down, routing)
 
     @staticmethod
     @differentiable_once
@@ -242,8 +255,8 @@ class _Experts(torch.autograd.Function):
         )
         if needs_weights and down.bias is not None:
             columns = Stack(down.bias[:, None], transposed=True)
-            by_bias = grouped_matmul(d, columns, routing, to_slots=True).view(weights.shape)
-            of_weights += by_bias.where(routing.real_slots(), 0)
+            by_bias = grouped_matmul(d, columns, routing)[:, 0].where(routing.real_rows(), 0)
+            of_weights.view(-1)[routing.order] += by_bias
         by_row = row_weights(weights, routing).to(settings.dtype) if needs_down[1] or needs_down[3] else None
         # if a is needed, it is each row's input of down times its weight from here on
         grads_down = down.gradients(a, d, low_down, shrunk_down, routing, needs_down, weights=by_row)
@@ -254,8 +267,7 @@ class _Experts(torch.autograd.Function):
         del n
         of_x = None
         if needs_x:
-            rows = inner.backward(of_between, shrunk, routing, to_slots=True)
-            of_x = sum_slots(rows, routing).to(x.dtype)
+            of_x = sum_rows(inner.backward(of_between, shrunk, routing), routing).to(x.dtype)
         return of_x, None, of_weights.to(weights.dtype) if needs_weights else None, None, *grads_inner, *grads_down
 
 
@@ -263,8 +275,8 @@ class _Finish(torch.autograd.Function):
     """The end of the forward. The gradient of the result is that of its stand-in."""
 
     @staticmethod
-    def forward(_: Any, stand_in: Tensor, unfinished: _Unfinished) -> Tensor:
-        return unfinished.finish().to(stand_in.dtype)
+    def forward(_: Any, stand_in: Tensor, inputs: _LastInputs) -> Tensor:
+        return inputs.finish().to(stand_in.dtype)
 
     @staticmethod
     def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -272,7 +284,7 @@ class _Finish(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class _Unfinished:
+class _LastInputs:
     """The inputs of the end of a forward.
 
     Attributes:
@@ -292,8 +304,7 @@ class _Unfinished:
     def finish(self) -> Tensor:
         """Return the block's result ``[T, H]``."""
         self.down.settings.leave_out([self.down.shape], self.routing.choices)
-        y = self.down.forward(self.a, self.low, self.routing, to_slots=True)
-        return sum_slots(y, self.routing, self.weights)
+        return sum_rows(self.down.forward(self.a, self.low, self.routing), self.routing, self.weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,19 +365,19 @@ class _Layer:
         """Return ``scale x A^T``, ``[R, r]``, or None without an update."""
         return None if self.a is None else grouped_matmul(x, self.a, routing, scale=self.scale)
 
-    def forward(self, x: Tensor, low: Tensor | None, routing: Routing, *, to_slots: bool = False) -> Tensor:
+    def forward(self, x: Tensor, low: Tensor | None, routing: Routing) -> Tensor:
         """Return the layer's result ``[R, O]`` for rows ``x [R, I]``."""
         update = None if low is None or self.b is None else (low, self.b)
-        return grouped_matmul(x, self.stack(routing), routing, bias=self.bias, update=update, to_slots=to_slots)
+        return grouped_matmul(x, self.stack(routing), routing, bias=self.bias, update=update)
 
     def shrink_grad(self, grad: Tensor, routing: Routing) -> Tensor | None:
         """Return ``scale grad B``, ``[R, r]``, or None without an update."""
         return None if self.b is None else grouped_matmul(grad, self.b.flipped(), routing, scale=self.scale)
 
-    def backward(self, grad: Tensor, low: Tensor | None, routing: Routing, *, to_slots: bool = False) -> Tensor:
+    def backward(self, grad: Tensor, low: Tensor | None, routing: Routing) -> Tensor:
         """Return the gradient of the layer's input, ``[R, I]``, from that of its result ``[R, O]``."""
         update = None if low is None or self.a is None else (low, self.a.flipped())
-        return grouped_matmul(grad, self.stack(routing).flipped(), routing, update=update, to_slots=to_slots)
+        return grouped_matmul(grad, self.stack(routing).flipped(), routing, update=update)
 
     def gradients(
         self,

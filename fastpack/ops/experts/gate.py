@@ -58,7 +58,7 @@ def gate_backward(
         out = inner if overwrite else torch.empty_like(inner)
         return kernels.backward(grad, inner, weights, gate, routing, out, keep)
     wide = torch.promote_types(inner.dtype, torch.float32)
-    here = torch.arange(len(grad), device=grad.device)[:, None] < routing.offsets[-1]
+    here = routing.real_rows()[:, None]
     g = grad.to(wide).where(here, 0)
     by_row = row_weights(weights, routing).to(wide)
     with torch.enable_grad():

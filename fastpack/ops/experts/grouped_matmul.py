@@ -29,7 +29,6 @@ def grouped_matmul(
     scale: float = 1.0,
     bias: Tensor | None = None,
     update: tuple[Tensor, Stack] | None = None,
-    to_slots: bool = False,
 ) -> Tensor:
     """Multiply each row with its expert's matrix; not differentiable.
 
@@ -40,15 +39,14 @@ def grouped_matmul(
         scale: the factor on the product.
         bias: ``[E, O]`` of x's dtype, or None.
         update: the low-rank activations ``[R, rank]`` and their matrices, or None.
-        to_slots: whether to store the result in the order of slots.
 
     Returns:
-        ``[R, O]``, or ``[T K, O]`` in the order of slots. Rows of no expert are undefined.
+        ``[R, O]``. Rows of no expert are undefined.
     """
     if routing.for_kernels:
         from fastpack.ops.kernels.grouped_matmul import grouped_matmul as kernel
 
-        return kernel(x, stack, routing, scale=scale, bias=bias, update=update, to_slots=to_slots)
+        return kernel(x, stack, routing, scale=scale, bias=bias, update=update)
     out = x.new_zeros(len(x), stack.columns)
     for expert, (first, end) in enumerate(routing.bounds()):
         if first == end:
@@ -60,11 +58,7 @@ def grouped_matmul(
             low, factors = update
             product += low[first:end] @ factors.of(expert)
         out[first:end] = product
-    if not to_slots:
-        return out
-    slots = out.new_empty(routing.index.numel(), stack.columns)
-    slots[routing.order] = out
-    return slots
+    return out
 
 
 def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ def route(
         from fastpack.ops.kernels import routing as kernels
 
         order, offsets, tiles, tile_count, rows = kernels.route(index, experts, rows_of(row_count))
-        return Routing(index, order[:most_rows], offsets, tiles, tile_count, rows, row_count)
+        order = order if most_rows is None else order[:most_rows].clone()  # a slice would keep the whole
+        return Routing(index, order, offsets, tiles, tile_count, rows, row_count)
     slots = index.reshape(-1)
     chosen, order = slots.where(slots >= 0, experts).sort(stable=True)
     offsets = torch.searchsorted(chosen, torch.arange(experts, device=index.device, dtype=index.dtype), right=True)
@@ -54,11 +55,11 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
     return x[routing.order // routing.choices]
 
 
-def sum_slots(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Return the sum over each token's slots, in a fixed order and in float32, rounded once.
+def sum_rows(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
+    """Return the sum over each token's rows, in the order of its choices and in float32, rounded once.
 
     Args:
-        y: ``[T K, H]``, in the order of slots. Slots of no expert are left out, whatever they hold.
+        y: ``[R, H]``. Rows of no expert are left out, whatever they hold.
         routing: the rows.
         weights: ``[T, K]``, a factor for each slot, or None for 1.
 
@@ -68,9 +69,13 @@ def sum_slots(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Ten
     if routing.for_kernels:
         from fastpack.ops.kernels import routing as kernels
 
-        return kernels.sum_slots(y, routing.index, routing.experts, weights, rows_of(routing.row_count))
+        assert routing.rows is not None
+        count = rows_of(routing.row_count)
+        return kernels.sum_rows(y, routing.rows, routing.index, routing.experts, weights, count)
     wide = torch.promote_types(y.dtype, torch.float32)
-    slots = y.view(*routing.index.shape, y.shape[-1]).to(wide).where(routing.real_slots()[..., None], 0)
+    slots = torch.zeros(routing.index.numel(), y.shape[1], dtype=wide, device=y.device)
+    slots[routing.order] = y.to(wide).where(routing.real_rows()[:, None], 0)
+    slots = slots.view(*routing.index.shape, y.shape[1])
     return (slots if weights is None else slots * weights[..., None].to(wide)).sum(1).to(y.dtype)
 
 

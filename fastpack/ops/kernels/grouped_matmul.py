@@ -43,22 +43,20 @@ def _load_matrix(matrices, expert, height, at, column, width, TRANSPOSED: tl.con
 
 
 @triton.jit
-def _store(sums, out, order, bias, row, end, column, columns, scale, WIDTH: tl.constexpr, TO_SLOTS: tl.constexpr):
+def _store(sums, out, bias, row, end, column, columns, scale, WIDTH: tl.constexpr):
     rows, places = row + tl.arange(0, sums.shape[0]), column + tl.arange(0, WIDTH)
     exists = rows < end
     sums *= scale
     if bias is not None:
         sums += tl.load(bias + places, mask=places < columns, other=0.0).to(tl.float32)[None, :]
-    if TO_SLOTS:
-        rows = tl.load(order + rows, mask=exists, other=0)
     out += rows[:, None].to(tl.int64) * columns + places[None, :]
     tl.store(out, sums.to(out.dtype.element_ty), mask=exists[:, None] & (places[None, :] < columns))
 
 
 @triton.jit
 def _matmul_kernel(
-    x, matrices, low, factors, bias, out, order, offsets, tiles, tile_count, inner, columns, rank, scale,
-    TRANSPOSED: tl.constexpr, RANK_STEPS: tl.constexpr, FACTORS_TRANSPOSED: tl.constexpr, TO_SLOTS: tl.constexpr,
+    x, matrices, low, factors, bias, out, offsets, tiles, tile_count, inner, columns, rank, scale,
+    TRANSPOSED: tl.constexpr, RANK_STEPS: tl.constexpr, FACTORS_TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, RANK_STEP: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -85,10 +83,10 @@ def _matmul_kernel(
             of_expert = bias
         if HALVES:  # a whole tile would take too many registers
             left, right = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
-            _store(left, out, order, of_expert, row, end, column, columns, scale, WIDTH // 2, TO_SLOTS)
-            _store(right, out, order, of_expert, row, end, column + WIDTH // 2, columns, scale, WIDTH // 2, TO_SLOTS)
+            _store(left, out, of_expert, row, end, column, columns, scale, WIDTH // 2)
+            _store(right, out, of_expert, row, end, column + WIDTH // 2, columns, scale, WIDTH // 2)
         else:
-            _store(sums, out, order, of_expert, row, end, column, columns, scale, WIDTH, TO_SLOTS)
+            _store(sums, out, of_expert, row, end, column, columns, scale, WIDTH)
 
 
 def grouped_matmul(
@@ -99,13 +97,12 @@ def grouped_matmul(
     scale: float,
     bias: Tensor | None,
     update: tuple[Tensor, Stack] | None,
-    to_slots: bool,
 ) -> Tensor:
     """Compute :func:`fastpack.ops.experts.grouped_matmul.grouped_matmul`; with an update the scale must be 1."""
     assert update is None or scale == 1, "the update would be scaled, too"
     assert stack.weight.shape[2 if stack.transposed else 1] == x.shape[1], "the kernel would read other matrices"
     rows, columns, inner = len(x), stack.columns, x.shape[1]
-    out = x.new_empty(routing.index.numel() if to_slots else rows, columns)
+    out = x.new_empty(rows, columns)
     if not rows:
         return out
     rank = 0 if update is None else update[0].shape[1]
@@ -120,10 +117,10 @@ def grouped_matmul(
     with on_device(x):
         _matmul_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [TILE_ROWS, step]), _descriptor(stack, step, width),
-            low, factors, bias, out, routing.order, routing.offsets, routing.tiles, routing.tile_count,
+            low, factors, bias, out, routing.offsets, routing.tiles, routing.tile_count,
             inner, columns, rank, scale, TRANSPOSED=stack.transposed,
             FACTORS_TRANSPOSED=update is not None and update[1].transposed,
-            TO_SLOTS=to_slots, ROWS=TILE_ROWS, PROGRAMS=programs, **tile, **early(x),
+            ROWS=TILE_ROWS, PROGRAMS=programs, **tile, **early(x),
         )  # fmt: skip
     return out
 

@@ -176,7 +176,7 @@ def spread_rows(x: Tensor, rows: Tensor, choices: int, most: int) -> Tensor:
 
 @triton.jit
 def _sum_kernel(
-    y, index, weights, out, count, experts, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    y, rows, index, weights, out, count, experts, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
@@ -190,15 +190,18 @@ def _sum_kernel(
         slot = token * CHOICES + choice
         chosen = tl.load(index + slot)
         filled = tl.where((chosen >= 0) & (chosen < experts), width, 0)
-        value = tl.load(y + slot * WIDTH + at, mask=at < filled, other=0.0).to(tl.float32)
+        row = tl.load(rows + slot).to(tl.int64)
+        value = tl.load(y + row * WIDTH + at, mask=at < filled, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + slot).to(tl.float32)
         total += value
     tl.store(out + token * WIDTH + at, total.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
-def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None, count: Tensor | None) -> Tensor:
-    """Return the weighted sums of ``y [T K, H]`` over each token's slots, ``[T, H]``, and zeros for bucket padding."""
+def sum_rows(
+    y: Tensor, rows: Tensor, index: Tensor, experts: int, weights: Tensor | None, count: Tensor | None
+) -> Tensor:
+    """Return the weighted sums of ``y [R, H]`` over each token's rows, ``[T, H]``, and zeros for bucket padding."""
     tokens, choices = index.shape
     width = y.shape[1]
     out = y.new_empty(tokens, width)
@@ -207,6 +210,6 @@ def sum_slots(y: Tensor, index: Tensor, experts: int, weights: Tensor | None, co
     if tokens:
         with on_device(y):
             _sum_kernel[(tokens, triton.cdiv(width, block))](
-                y, index, weights, out, count, experts, choices, width, block, num_warps=4, **early(y)
+                y, rows, index, weights, out, count, experts, choices, width, block, num_warps=4, **early(y)
             )
     return out

@@ -188,7 +188,7 @@ def op(implementation: Implementation, **settings: Any) -> Block:
     def block(case: Case, leaves: dict[str, Tensor], index: Tensor) -> Tensor:
         inner, down = layers(case, leaves)
         shared: dict[str, Any] = {"transposed": case.transposed, "implementation": implementation, **settings}
-        return experts(leaves["x"], index, leaves["weights"], inner, down, case.gate, **shared)
+        return experts(leaves["x"], index, leaves["weights"], inner, down, case.gate, **shared).finish()
 
     return block
 

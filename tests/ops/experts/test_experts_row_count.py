@@ -26,9 +26,10 @@ def with_padding(count: RowCount) -> Any:
 
     def block(case: Case, leaves: dict[str, Tensor], index: Tensor) -> Tensor:
         inner, down = layers(case, leaves)
-        return experts(
+        begun = experts(
             leaves["x"], index, leaves["weights"], inner, down, case.gate, row_count=count, implementation="triton"
         )
+        return begun.finish()
 
     return block
 

@@ -78,7 +78,7 @@ def run(pair: list[ExpertLinear], transposed: bool, implementation: Any = "torch
     result = experts(
         x.to(device), index.to(device), weights.to(device), *pair, Gate("silu"), transposed=transposed,
         dtype=torch.float32, implementation=implementation,
-    )  # fmt: skip
+    ).finish()  # fmt: skip
     result.backward(torch.randn(result.shape, generator=generator).to(device))
     updates = [tensor for layer in pair if layer.lora is not None for tensor in (layer.lora.a, layer.lora.b)]
     gradients = [tensor.grad for tensor in (x, weights, *updates)]
@@ -205,7 +205,8 @@ def test_sizes_of_half_a_step() -> None:
 
     x = torch.randn(6, 96, generator=generator).half().requires_grad_()
     index = torch.tensor([[0]] * 3 + [[2]] * 3)
-    out = experts(x, index, torch.ones(6, 1), layer(64, 96), layer(96, 32), Gate("silu"), implementation="triton")
+    block = layer(64, 96), layer(96, 32), Gate("silu")
+    out = experts(x, index, torch.ones(6, 1), *block, implementation="triton").finish()
     out.sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
