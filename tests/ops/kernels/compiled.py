@@ -113,7 +113,7 @@ def grouped_matmuls(name: str, dtype: str, x: torch.Tensor, rank: int, capabilit
     if name == "grouped":
         kernel: Any = grouped._matmul_kernel
         rows, width, step = grouped.TILE_ROWS, tile["WIDTH"], tile["STEP"]
-        constants |= {"TRANSPOSED": True, "FACTORS_TRANSPOSED": True, "TO_SLOTS": True, "ROWS": rows, "PROGRAMS": 100}
+        constants |= {"TRANSPOSED": True, "FACTORS_TRANSPOSED": True, "ROWS": rows, "PROGRAMS": 100}
         types = {"x": (rows, step), "matrices": (width, step)}
         if rank:
             types |= {"low": (rows, tile["RANK_STEP"]), "factors": (width, tile["RANK_STEP"])}
@@ -121,7 +121,7 @@ def grouped_matmuls(name: str, dtype: str, x: torch.Tensor, rank: int, capabilit
             constants |= {"low": None, "factors": None}
     else:
         kernel, types = grouped._outer_kernel, {"x": (tile["ROWS"], tile["M"]), "y": (tile["ROWS"], tile["N"])}
-    pointers = dict.fromkeys(("order", "offsets", "tiles", "tile_count"), "*i32")
+    pointers = dict.fromkeys(("offsets", "tiles", "tile_count"), "*i32")
     pointers |= {"bias": f"*{dtype}", "out": f"*{dtype}", "scale": "fp32"}
     taken = with_descriptors(kernel, dtype, types, pointers, constants, options, capability)
     return {"stages": options["num_stages"], "taken": taken, "limit": LIMITS[capability]}
