@@ -143,7 +143,7 @@ def experts(
             numbers.
 
     Returns:
-        What ``finish()`` makes ``[T, H]`` of, in x's dtype.
+        The block before its last matmul; ``finish()`` returns ``[T, H]`` in x's dtype.
 
     Raises:
         ValueError: the shape of A or B doesn't fit; or ``implementation="triton"``, and the kernels don't support
