@@ -35,7 +35,7 @@ from fastpack.patching.options import (
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, CONTEXT_PARALLEL, FUSED_LOSS, options_of, trainer_record
 from fastpack.patching.twin import match_by_twin
-from fastpack.patching.verify import verify
+from fastpack.patching.verify import SPREAD, verify
 from fastpack.trainers.context_parallel import context_mesh_of, plan_spread
 from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.trainers.supported import refuse_by_name
@@ -263,10 +263,7 @@ def patch(
     if not isinstance(verify, bool):
         raise not_a_choice("verify", verify, (False, True))
     if verify and options.spreads:
-        raise PatchError(
-            "verify=True compares gradients of one process, and context parallelism spreads batches over several: "
-            "leave verify out, or verify a copy that is patched without it. Nothing was changed."
-        )
+        raise PatchError(SPREAD)
     models = models_of(target)
     check_versions(packages_of(target))
     refuse_by_name(target)

@@ -28,10 +28,11 @@ from fastpack.patching.state import is_patched, state_of
 from fastpack.utils.modules import evaluating
 
 LENGTHS = (13, 1, 20, 8, 17)
-_SPREAD = (
-    "verify compares gradients of one process, and this model's batches are spread over ranks: patch a copy without "
-    "context_mesh, and verify that. Nothing was changed."
+SPREAD = (
+    "verify compares gradients of one process, and context parallelism spreads this model's batches over ranks: patch "
+    "a copy without it, and verify that. Nothing was changed."
 )
+"""Why there is no verification under context parallelism."""
 _VERIFY_FIRST = (
     "verify runs a plain patched model, in one process: call it before the model is wrapped (for a trainer, before "
     "train()), or on the model inside DistributedDataParallel, fastpack.verify(model.module)."
@@ -85,7 +86,7 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
     state = state_of(parts.backbone)
     if state is not None and state.options.spreads:
-        raise PatchError(_SPREAD)
+        raise PatchError(SPREAD)
     family = family_of(parts.backbone)
     if family is not None and any(mxfp4_experts(parts.backbone, family)):
         raise PatchError(

@@ -308,13 +308,15 @@ def noise() -> list[float]:
     return found
 
 
-def verify_refused() -> str:
-    model = fastpack.patch(build("llama"), context_mesh=mesh())
+def verify_refused(*, with_the_patch: bool) -> tuple[str, str]:
+    """Return what is said to a verification with or after the patch, and the model's tier."""
+    model = build("llama")
     try:
+        fastpack.patch(model, context_mesh=mesh(), verify=with_the_patch)
         fastpack.verify(model)
     except fastpack.PatchError as error:
-        return str(error)
-    return ""
+        return str(error), fastpack.report(model).tier
+    return "", ""
 
 
 def left_alone(limit_s: float) -> tuple[str, float]:

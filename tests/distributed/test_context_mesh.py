@@ -222,8 +222,11 @@ def test_noise_of_the_whole_row(ranks: Ranks) -> None:
         assert spread == pytest.approx(whole, rel=0.1)
 
 
-def test_verify_says_that_it_cant(ranks: Ranks) -> None:
-    assert all("patch a copy without context_mesh" in said for said in ranks.run(verify_refused))
+@pytest.mark.parametrize(("with_the_patch", "tier"), [(True, "stock"), (False, "fast")])
+def test_verify_says_that_it_cant(with_the_patch: bool, tier: str, ranks: Ranks) -> None:
+    for said, left in ranks.run(verify_refused, with_the_patch=with_the_patch):
+        assert "patch a copy without it" in said
+        assert left == tier
 
 
 def test_a_mesh_of_one_rank_spreads_nothing() -> None:
