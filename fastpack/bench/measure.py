@@ -63,6 +63,20 @@ class StepTimer:
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
 
 
+def begin_peaks() -> None:
+    """Let the peaks of a GPU's memory begin now: building a model may take more than training it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gpu_peaks() -> tuple[float, float] | None:
+    """Return the peak GiB in tensors and the peak GiB that the allocator held, or None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+
+
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 30) -> float:
     """Return the median seconds of one call, taken in turn from ``calls``.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
 import warnings
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastpack
 from fastpack.bench.ceiling import machine
-from fastpack.bench.measure import StepTimer
+from fastpack.bench.measure import StepTimer, begin_peaks, gpu_peaks
 from fastpack.bench.models import build_base, lora_config, with_lora
 from fastpack.bench.settings import LEARNING_RATE, RunSettings
 from fastpack.bench.shapes import SHAPES, has_experts
@@ -63,7 +62,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one way took.
+    """The measurements of one way.
 
     Attributes:
         way: its name.
@@ -98,10 +97,7 @@ def _one(model: Any, mesh: DeviceMesh, options: dict[str, Any]) -> nn.Module:
 def _ddp(model: Any, mesh: DeviceMesh, options: dict[str, Any]) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
-    fastpack.patch(model, **options)
-    spread = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, spread)
-    return DistributedDataParallel(model)
+    return DistributedDataParallel(fastpack.patch(model, **options))
 
 
 def _context(model: Any, mesh: DeviceMesh, options: dict[str, Any]) -> nn.Module:
@@ -158,9 +154,7 @@ def run(name: str, arguments: argparse.Namespace, device: torch.device, mesh: De
     outer = way.wrap(model, mesh, {"loss": "fused", "offload": arguments.offload})
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
     lengths = make_documents(arguments.tokens * (world if way.long else 1), arguments.documents)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    begin_peaks()
     timer, first = StepTimer(arguments.warmup), (0.0, 0.0)
     timer.mark()
     for step in range(arguments.warmup + arguments.steps):
@@ -174,14 +168,14 @@ def run(name: str, arguments: argparse.Namespace, device: torch.device, mesh: De
         optimizer.step()
         optimizer.zero_grad()
         timer.mark()
-    on_gpu = device.type == "cuda"
+    memory, held = gpu_peaks() or (None, None)
     return Measured(
         way=name,
         ranks=1 if way.alone else world,
         tokens=sum(lengths) * (1 if way.shares or way.alone else world),
         seconds=statistics.median(timer.seconds()),
-        memory=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        held=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+        memory=memory,
+        held=held,
         loss=first[0],
         norm=first[1],
     )
@@ -191,7 +185,7 @@ def gradient_norm(model: nn.Module) -> float:
     """Return the norm of all gradients; of sharded ones, of the whole."""
     gradients: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     whole = [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
-    return sum(float(gradient.double().square().sum()) for gradient in whole) ** 0.5
+    return float(torch.nn.utils.get_total_norm(whole))
 
 
 def show(results: list[Measured], arguments: argparse.Namespace, console: Console) -> None:
@@ -258,12 +252,11 @@ def main() -> None:
     unknown = [name for name in arguments.ways if name not in WAYS]
     if unknown:
         parser.error(f"unknown way {unknown[0]!r}; the ways are {', '.join(WAYS)}")
-    if "RANK" not in os.environ:
+    if not dist.is_torchelastic_launched():
         parser.error("launch it with torchrun, which starts the ranks")
     for package in ("torch", "transformers"):
         warnings.filterwarnings("ignore", module=package)
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=1))

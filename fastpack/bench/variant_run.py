@@ -15,7 +15,7 @@ import torch
 
 import fastpack
 from fastpack.bench.loops import train_plainly, train_with_trl
-from fastpack.bench.measure import StepTimer
+from fastpack.bench.measure import StepTimer, begin_peaks, gpu_peaks
 from fastpack.bench.models import LossNotFusedError, build_model
 from fastpack.bench.settings import OUT_OF_MEMORY, RunResult, RunSettings
 from fastpack.bench.unsloth_model import build_unsloth_model
@@ -30,15 +30,13 @@ def run(settings: RunSettings) -> RunResult:
     try:
         build = build_unsloth_model if settings.spec.unsloth else build_model
         model, backend = build(settings, torch.device("cuda" if on_gpu else "cpu"))
-        if on_gpu:  # building may take more memory than training
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            if settings.vram is not None:
-                total = torch.cuda.get_device_properties(0).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
+        begin_peaks()
+        if on_gpu and settings.vram is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, settings.vram * 2**30 / total))
         first = train(model, settings, timer)
     except torch.OutOfMemoryError:
-        return RunResult(settings.variant, error=OUT_OF_MEMORY, **_peaks(on_gpu))
+        return RunResult(settings.variant, error=OUT_OF_MEMORY, **_peaks())
     except LossNotFusedError as error:
         return RunResult(settings.variant, error=str(error))
     batches = settings.timed_batches()
@@ -49,21 +47,19 @@ def run(settings: RunSettings) -> RunResult:
         seconds=timer.seconds(),
         tokens=tokens,
         slots=sum(tokens) if settings.spec.packed else sum(max(batch) * len(batch) for batch in batches),
-        **_peaks(on_gpu),
+        **_peaks(),
         losses=first.losses,
         gradient_norms=first.norms,
         expert_norms=first.expert_norms,
     )
 
 
-def _peaks(on_gpu: bool) -> dict[str, Any]:
+def _peaks() -> dict[str, Any]:
     """Return the fields of a result that measure memory."""
-    if not on_gpu:
+    peaks = gpu_peaks()
+    if peaks is None:
         return {"peak_memory": (resident_bytes() or 0) / 2**30}
-    return {
-        "peak_memory": torch.cuda.max_memory_allocated() / 2**30,
-        "held_memory": torch.cuda.max_memory_reserved() / 2**30,
-    }
+    return {"peak_memory": peaks[0], "held_memory": peaks[1]}
 
 
 def main() -> None:

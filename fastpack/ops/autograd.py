@@ -56,6 +56,11 @@ def is_last_pass() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def without_memory(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of x's dtype and device that stands for another one in autograd's graph, and is never read."""
+    return x.new_empty((1,) * len(shape)).expand(shape)
+
+
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Reshape ``x`` without a copy; autograd does not treat the result as a view.
 

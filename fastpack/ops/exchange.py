@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpack.ops.autograd import differentiable_once
+from fastpack.ops.autograd import differentiable_once, without_memory
 
 Group = Any
 """A ``torch.distributed`` process group; torch builds without the package have no such class."""
@@ -104,11 +104,6 @@ def _send(
     return rows, dist.all_to_all_single(rows, x.contiguous(), receive, send, group, async_op=async_op)
 
 
-def _without_memory(x: Tensor, rows: int) -> Tensor:
-    """Return a tensor like ``x`` of so many rows, all of whose elements are one."""
-    return x.new_empty((1,) * x.ndim).expand(rows, *x.shape[1:])
-
-
 class _Begin(torch.autograd.Function):
     """Start an exchange; in the backward, wait for that of the gradients."""
 
@@ -116,7 +111,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
         link.start(x, link.send, link.receive)
-        return _without_memory(x, len(x))
+        return without_memory(x, x.shape)
 
     @staticmethod
     @differentiable_once
@@ -137,7 +132,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         link = ctx.link
         link.start(grad, link.receive, link.send)
-        return _without_memory(grad, sum(link.send)), None
+        return without_memory(grad, (sum(link.send), *grad.shape[1:])), None
 
 
 class _Exchange(torch.autograd.Function):

@@ -23,7 +23,7 @@ def shard_experts(model: ModelT, mesh: DeviceMesh) -> ModelT:
     """Keep on each rank of a mesh only its part of the experts, in place (expert parallelism).
 
     The stacks become ``DTensor`` parameters that are sharded by experts. In a patched model (:func:`fastpack.patch`,
-    before or after this) each token's rows go to the ranks of the experts that it chose, and their results come back.
+    before or after this) each token goes to every rank once, and the sum of what its experts there return comes back.
     Every rank has batches of its own. Results and gradients are those of the whole model; the gradient of a stack is
     that of the mean of the ranks' losses, as DDP and FSDP2 take it for the other weights. Unpatched, torch raises.
 

@@ -27,7 +27,7 @@ quantised or trained are read twice as often."""
 
 
 class Run(Protocol):
-    """What runs this rank's experts."""
+    """A function that runs this rank's experts."""
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int) -> Unfinished:
         """Run tokens ``[S, H]`` with choices and weights ``[S, K]``, as :func:`experts` does.
@@ -82,7 +82,8 @@ def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, pl
     own = [part.tokens[place.rank] for part in parts]
     pieces = zip(*(y.split(own) for y in (x, weights, index)), strict=True)
     coming = [[begin_all_rows(y, part.tokens, group) for y in piece] for part, piece in zip(parts, pieces, strict=True)]
-    # whatever the backward needs is saved before the first last matmul, so that a recomputation ends there
+    # All that the backward needs is saved before a block is finished, so that a recomputation ends there. What was read
+    # is taken off its list, so that its memory is free for the next half.
     begun = [_begin(run, coming.pop(0), part, place) for part in parts]
     back = [
         begin_exchange(begun.pop(0).finish(), part.tokens, [tokens] * place.ranks, group)
@@ -96,7 +97,7 @@ def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, pl
 
 def _begin(run: Run, coming: list[Exchange], part: _Part, place: ExpertRanks) -> Unfinished:
     """Run this rank's experts on what comes."""
-    x, weights, index = (exchange.wait() for exchange in coming)
+    x, weights, index = (each.wait() for each in coming)
     local = index - place.rank * place.own
     local = local.where((local >= 0) & (local < place.own), place.own).int()
     return run(x, local, weights, most_rows=part.choices)

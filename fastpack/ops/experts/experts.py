@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastpack.ops.autograd import differentiable_once, is_last_pass
+from fastpack.ops.autograd import differentiable_once, is_last_pass, without_memory
 from fastpack.ops.expert_operands import NARROWEST, STEP, Gate, Routing, Stack
 from fastpack.ops.experts.gate import gate_backward, gate_forward
 from fastpack.ops.experts.grouped_matmul import grouped_matmul, grouped_outer, kernel_rejects
@@ -229,7 +229,7 @@ class _Experts(torch.autograd.Function):
         low_down = down.shrink(a, routing)
         ctx.settings, ctx.routing = settings, routing
         ctx.save_for_backward(x, weights, between, low, low_down, *tensors)
-        return x.new_empty(1, 1).expand(x.shape), _LastInputs(a, low_down, weights, down, routing)
+        return without_memory(x, x.shape), _LastInputs(a, low_down, weights, down, routing)
 
     @staticmethod
     @differentiable_once
