@@ -211,12 +211,19 @@ def show(results: list[Measured], arguments: argparse.Namespace, console: Consol
     console.print(table)
     for result in results:
         console.print(f"{result.way}: {WAYS[result.way].what}", style="dim", highlight=False)
+    if sum(not WAYS[result.way].long for result in results) < 2:
+        console.print("nothing was compared: fewer than two ways trained on the same batch", style="bold yellow")
+    else:
+        _show_agreement(results, console)
+    console.print(", ".join(f"{name} {what}" for name, what in machine().items()), style="dim", highlight=False)
+
+
+def _show_agreement(results: list[Measured], console: Console) -> None:
     loss, norm = disagreement(results)
     said = f"on the same batch, first losses are {loss:.1e} apart, relative, and norms of gradients {norm:.1e}"
     agree = loss <= AGREE[0] and norm <= AGREE[1]
     bounds = f"{'' if agree else 'THEY DISAGREE: '}{said} (bounds {AGREE[0]} and {AGREE[1]})"
     console.print(bounds, style="green" if agree else "bold red", highlight=False)
-    console.print(", ".join(f"{name} {what}" for name, what in machine().items()), style="dim", highlight=False)
 
 
 def disagreement(results: list[Measured]) -> tuple[float, float]:

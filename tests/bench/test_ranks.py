@@ -53,6 +53,13 @@ def test_every_way(tmp_path: Path) -> None:
     assert "DISAGREE" not in done.stdout
 
 
+def test_one_way_is_compared_with_nothing() -> None:
+    done = launch("ddp", "--shape", "tiny", "--tokens", "32", "--steps", "1", "--warmup", "0")
+    assert done.returncode == 0, done.stderr
+    assert "nothing was compared" in done.stdout
+    assert "on the same batch, first losses are" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "torchrun", "said"),
     [
