@@ -186,7 +186,7 @@ class AttentionCall:
         """Check the counts of tokens and the window."""
         tokens = (self.q.shape[0], self.k.shape[0], self.v.shape[0])
         packed = self.packed
-        expected = packed.total_tokens if packed.kept is None else packed.kept.total_tokens
+        expected = packed.run_tokens
         if any(count != expected for count in tokens):
             raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens has {expected}.")
         if self.window is not None and self.window < 1:

@@ -24,7 +24,6 @@ from fastpack.layers.runtime import Runtime
 from fastpack.offload import ACTIVATION_SLOT
 from fastpack.ops.autograd import as_row
 from fastpack.ops.linear.gated_mlp import bytes_per_token
-from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.hooks import carries_hooks, checkpointing, has_hooks
@@ -124,7 +123,7 @@ def _run(
         x = run_fast(mixer, mixing.fast, runtime, x, packed, norm=norm, residual=True)
     else:
         x = _run_attention(layer, spec, runtime, mixing, position_embeddings, packed, x, attention_dropout)
-    return as_row(_run_mlp(layer, spec, runtime, x, mlp_dropout, packed.row_count))
+    return as_row(_run_mlp(layer, spec, runtime, x, mlp_dropout, packed))
 
 
 def _run_attention(
@@ -152,13 +151,13 @@ def _run_attention(
 
 
 def _run_mlp(
-    layer: LayerLike, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: nn.Module | None, count: RowCount | None
+    layer: LayerLike, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: nn.Module | None, packed: PackedSeqLens
 ) -> Tensor:
     """Return x ``[T, hidden]`` plus the result of the MLP or the experts."""
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     fast = fast_forward(mlp, mlp_forward)
     if fast is None:
-        with runtime.rows.of(count):
+        with runtime.rows.of(packed.row_count, packed.rows_of_ranks):
             result = mlp(x[None] if norm is None else norm(x[None]))
         out = (result[0] if isinstance(result, tuple) else result).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
@@ -177,7 +176,7 @@ def _run_mlp(
         need_output=need_output,
         store=store,
         tile_bytes=TILE_BYTES if fuses and _runs_again(layer) else None,
-        row_count=count,
+        row_count=packed.row_count,
     )
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fastpack.errors import PatchError
 from fastpack.families.spec import ExpertsSpec
 from fastpack.layers.expert_ranks import own_part, ranks_of
 from fastpack.layers.read_projection import active_update, why_not_plain, wraps_parameter
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import reshaped
 from fastpack.ops.expert_operands import ExpertActivation, Gate
-from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks
+from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks, tokens_of_ranks
 from fastpack.ops.experts.experts import ExpertLinear, experts
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
 from fastpack.ops.quantized_stack import QuantizedStack
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import is_upstreams, place_of, stock_class
 from fastpack.utils.compile import constant
 from fastpack.utils.hooks import carries_hooks, own_forward
@@ -103,6 +105,9 @@ def run_experts(
         index: the chosen experts ``[T, K]``.
         weights: their weights ``[T, K]``.
         dtype: the dtype of the matmuls outside autocast.
+
+    Raises:
+        PatchError: experts are spread over ranks, and the block calls them on other rows than the layer's.
     """
     count = patched.runtime.rows.count
     if count is not None and count.tokens != len(index):
@@ -120,7 +125,14 @@ def run_experts(
     if operands.ranks is None:
         result = run(x, index, weights, row_count=count).finish()
     else:
-        result = experts_across_ranks(x, index, weights, run, operands.ranks)
+        tokens = patched.runtime.rows.of_ranks
+        if tokens is not None and tokens[operands.ranks.rank] != len(index):
+            raise PatchError(
+                f"{type(innermost(patched.owner)).__name__} runs its experts on {len(index)} of the layer's "
+                f"{tokens[operands.ranks.rank]} tokens, which fastpack can't spread over ranks. Train this "
+                "model without shard_experts."
+            )
+        result = experts_across_ranks(x, index, weights, run, operands.ranks, tokens)
     return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))
 
 
@@ -260,6 +272,11 @@ class ExpertsPlace:
     name: str
     replacement: Replacement[ExpertsSpec, Runtime]
 
+    @property
+    def ranks(self) -> ExpertRanks | None:
+        """The ranks over which the block's experts are spread, or None."""
+        return ranks_of(innermost(self.replacement.owner)._parameters.get(self.replacement.spec.inner))
+
     def follow(self) -> None:
         """Move the replacement to the module that is outermost now."""
         outermost, ours = self.parent._modules.get(self.name), self.replacement
@@ -270,6 +287,17 @@ class ExpertsPlace:
         ours.undo()
         ours.owner = outermost
         ours.install()
+
+
+def with_rows_of_ranks(packed: PackedSeqLens, places: Sequence[ExpertsPlace]) -> PackedSeqLens:
+    """Return the packing with the number of tokens on each rank, if experts are spread; every rank calls this at once.
+
+    So the host waits for the device once in a forward, and not in each layer.
+    """
+    ranks = places[0].ranks if places else None
+    if ranks is None:
+        return packed
+    return replace(packed, rows_of_ranks=tokens_of_ranks(packed.run_tokens, packed.cu_seqlens.device, ranks))
 
 
 def places_of(backbone: nn.Module, blocks: Container[int]) -> Iterator[tuple[nn.Module, str, nn.Module, nn.Module]]:

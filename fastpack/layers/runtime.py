@@ -19,7 +19,7 @@ class Runtime:
     Attributes:
         attention: the requested backend, or ``auto``.
         kernels: the implementation of norms, RoPE, gated units and projections.
-        rows: holds the number of real rows for blocks of experts, which get no keyword.
+        rows: holds the numbers of rows for blocks of experts, which get no keyword.
         context: holds the packing for modules that get no keyword; None if every module gets the keyword.
     """
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import PatchError
 from fastpack.families.spec import Family
+from fastpack.layers.experts import with_rows_of_ranks
 from fastpack.layers.read_projection import refuse_row_adapters
 from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import (
@@ -103,6 +104,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         run = sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
     elif runtime.context_parallel is not None and packed.shards is None:
         run = runtime.context_parallel.shard(arguments, packed, None if entered is None else entered.ids)
+    if not torch.compiler.is_compiling():
+        run = with_rows_of_ranks(run, watch.experts)
     kept = run.kept
     ids, embeddings = _embedded(backbone, arguments, packed, shared_row=run.shards is not None)
     as_tuple = wants_tuple(backbone, arguments)

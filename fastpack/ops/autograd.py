@@ -56,6 +56,14 @@ def is_last_pass() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def keeps_what_it_saves() -> bool:
+    """Return whether tensors that are saved now outlive the layer that runs, as they do without checkpointing."""
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+
+
 def without_memory(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor of x's dtype and device that stands for another one in autograd's graph, and is never read."""
     return x.new_empty((1,) * len(shape)).expand(shape)

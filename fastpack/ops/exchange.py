@@ -79,16 +79,26 @@ class _Link:
         send: the rows of the piece for each rank.
         receive: the rows that come from each rank.
         group: the process group.
+        to_all: whether every rank gets the same piece, which is there once.
         under_way: the memory for what comes, and torch's handle, which holds memory, too; None before and after.
     """
 
     send: list[int]
     receive: list[int]
     group: Group
+    to_all: bool = False
     under_way: tuple[Tensor, Any] | None = None
 
-    def start(self, x: Tensor, send: list[int], receive: list[int]) -> None:
-        self.under_way = _send(x, send, receive, self.group, async_op=True)
+    def start(self, x: Tensor) -> None:
+        if self.to_all and len(set(self.receive)) == 1:
+            rows = x.new_empty(sum(self.receive), *x.shape[1:])
+            self.under_way = rows, dist.all_gather_into_tensor(rows, x.contiguous(), self.group, async_op=True)
+            return
+        x = _copies(x, len(self.send)) if self.to_all else x
+        self.under_way = _send(x, self.send, self.receive, self.group, async_op=True)
+
+    def start_back(self, grad: Tensor) -> None:
+        self.under_way = _send(grad, self.receive, self.send, self.group, async_op=True)
 
     def finish(self) -> Tensor:
         assert self.under_way is not None, "begin_exchange can be differentiated once, and waited for once"
@@ -110,29 +120,30 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
-        link.start(x, link.send, link.receive)
+        link.start(x)
         return without_memory(x, x.shape)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.link.finish(), None
+        link = ctx.link
+        grad = link.finish()
+        return grad.unflatten(0, (len(link.send), link.send[0])).sum(0) if link.to_all else grad, None
 
 
 class _End(torch.autograd.Function):
     """Wait for an exchange; in the backward, start that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, link: _Link) -> Tensor:
-        ctx.link = link
+    def forward(ctx: Any, stand_in: Tensor, link: _Link) -> Tensor:
+        ctx.link, ctx.shape = link, stand_in.shape
         return link.finish()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        link = ctx.link
-        link.start(grad, link.receive, link.send)
-        return without_memory(grad, (sum(link.send), *grad.shape[1:])), None
+        ctx.link.start_back(grad)
+        return without_memory(grad, ctx.shape), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -181,8 +192,9 @@ def all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
 
 
 def begin_all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Exchange:
-    """Begin what :func:`all_rows` does."""
-    return begin_exchange(_copies(x, len(sizes)), [len(x)] * len(sizes), sizes, group)
+    """Begin what :func:`all_rows` does; where ranks have equally many rows, without copies of ``x``."""
+    link = _Link([len(x)] * len(sizes), [*sizes], group, to_all=True)
+    return Exchange(_Begin.apply(x, link), link)
 
 
 def _copies(x: Tensor, ranks: int) -> Tensor:

@@ -80,24 +80,27 @@ class RowCount:
 
 
 class RowScope(ThreadScope):
-    """The number of real rows in the layer that runs now, for modules inside that no keyword reaches.
+    """The numbers of rows in the layer that runs now, for modules inside that no keyword reaches.
 
     Attributes:
-        count: the number, or None if all rows are real.
+        count: the number of real rows, or None if all are real.
+        of_ranks: the number of rows on each rank over which experts are spread, or None if it is not known.
     """
 
     def __init__(self) -> None:
-        """Set up without a number, once in each thread."""
+        """Set up without numbers, once in each thread."""
         self.count: RowCount | None = None
+        self.of_ranks: tuple[int, ...] | None = None
 
     @contextmanager
-    def of(self, count: RowCount | None) -> Iterator[None]:
-        """Keep this number while a part of a layer runs."""
-        before, self.count = self.count, count
+    def of(self, count: RowCount | None, of_ranks: tuple[int, ...] | None) -> Iterator[None]:
+        """Keep these numbers while a part of a layer runs."""
+        before = self.count, self.of_ranks
+        self.count, self.of_ranks = count, of_ranks
         try:
             yield
         finally:
-            self.count = before
+            self.count, self.of_ranks = before
 
 
 @dataclass(frozen=True, eq=False)

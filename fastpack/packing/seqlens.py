@@ -98,6 +98,8 @@ class PackedSeqLens:
             all T tokens. All other attributes describe the whole batch.
         shards: the shares of the tokens that the ranks of a context-parallel group keep, if modules run on one share;
             not together with ``shared``.
+        rows_of_ranks: the number of tokens that modules run on, on each rank over which experts are spread; None if
+            experts are whole, or before the backbone has asked the ranks.
         row_count: the number of real tokens, as a tensor on the device; None outside of CUDA graphs. A graph is
             replayed with batches of other lengths. The tokens after the real ones begin as zeros, and matmuls may skip
             them.
@@ -121,6 +123,7 @@ class PackedSeqLens:
     two_way: TwoWayBlocks | None = None
     shared: SharedTokens | None = None
     shards: TokenShards | None = None
+    rows_of_ranks: tuple[int, ...] | None = None
     row_count: RowCount | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -192,6 +195,11 @@ class PackedSeqLens:
     def kept(self) -> SharedTokens | TokenShards | None:
         """The tokens that modules inside a backbone run on, or None if they run on all T tokens."""
         return self.shards if self.shared is None else self.shared
+
+    @property
+    def run_tokens(self) -> int:
+        """The number of tokens that modules inside a backbone run on."""
+        return self.total_tokens if self.kept is None else self.kept.total_tokens
 
     @cached_property
     def whole(self) -> PackedSeqLens:

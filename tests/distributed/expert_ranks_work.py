@@ -39,7 +39,7 @@ def build(family: str, lora: str | None) -> Any:
 def spread_step(
     family: str, lora: str | None, *, checkpointing: str | None = None, halves: bool = False
 ) -> dict[str, Any]:
-    """Return the errors of a step in DDP, and the choices of experts here in each call.
+    """Return the errors of a step in DDP, the choices of experts here in each call, and how often ranks were asked.
 
     Each rank has sequences of its own. In the control no sums come back.
     """
@@ -47,7 +47,8 @@ def spread_step(
     expected = run_batch(build(family, lora), sequences, "padded right", num_items=trained_tokens(sequences))
     expected = Result([], expected.loss, expected.grads)
     case = Case("ddp", checkpointing=checkpointing)
-    choices: list[int] = []
+    choices: list[int | None] = []
+    asked: list[int] = []
 
     def once(begin: Any = across_ranks.begin_exchange) -> float:
         model = build(family, lora)
@@ -57,7 +58,11 @@ def spread_step(
         fastpack.patch(model)
         checkpoint(model, checkpointing)
         outer = DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
-        run = layer.experts
+        run, ask = layer.experts, across_ranks.tokens_of_ranks
+
+        def asks(tokens: int, *args: Any) -> Any:
+            asked.append(tokens)
+            return ask(tokens, *args)
 
         def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
             choices.append(kwargs["most_rows"])
@@ -65,6 +70,8 @@ def spread_step(
 
         with (
             mock.patch.object(layer, "experts", watched),
+            mock.patch.object(layer, "tokens_of_ranks", asks),
+            mock.patch.object(across_ranks, "tokens_of_ranks", asks),
             mock.patch.object(across_ranks, "begin_exchange", begin),
             mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
         ):
@@ -74,13 +81,13 @@ def spread_step(
         return off(Result([], loss, grads_of(model)), expected)
 
     error = once()
-    calls = list(choices)
+    seen = {"choices": list(choices), "asked": len(asked)}
 
     def no_sums(sums: Any, *sizes: Any) -> Any:
         return exchange_sums(sums * 0, *sizes)
 
     exchange_sums = across_ranks.begin_exchange
-    return {"error": error, "control": once(no_sums), "choices": calls}
+    return {"error": error, "control": once(no_sums), **seen}
 
 
 def both(family: str) -> float:
@@ -117,7 +124,7 @@ def no_expert_here(tokens: tuple[int, int], halves: bool) -> dict[str, Any]:
         index[-1, 1] = 2 * ranks  # adds nothing
     seen: list[int] = []
 
-    def run(x: Any, index: Any, weights: Any, *, most_rows: int, first: int = 2 * rank, few: int = 2) -> Any:
+    def run(x: Any, index: Any, weights: Any, *, most_rows: Any, first: int = 2 * rank, few: int = 2) -> Any:
         seen.append(most_rows)
         inner, down = (ExpertLinear(stack[first : first + few]) for stack in stacks)
         return experts(x, index, weights, inner, down, Gate("silu"), most_rows=most_rows)
@@ -147,7 +154,7 @@ def kept_by_a_checkpoint(*, keeps: bool) -> int:
             link.under_way = under_way
         return rows
 
-    def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
+    def run(x: Any, index: Any, weights: Any, *, most_rows: int | None) -> Any:
         stacks = (ExpertLinear(torch.ones(2, *sides)) for sides in ((16, 8), (8, 8)))
         return experts(x, index, weights, *stacks, Gate("silu"), most_rows=most_rows)
 
@@ -173,9 +180,13 @@ def order_of_work() -> list[str]:
     """Return when exchanges start and are waited for, and experts run, in a forward and a backward in halves."""
     order: list[str] = []
 
-    def start(link: Any, *args: Any) -> None:
+    def start(link: Any, x: Any) -> None:
         order.append("start")
-        started(link, *args)
+        started(link, x)
+
+    def start_back(link: Any, grad: Any) -> None:
+        order.append("start")
+        started_back(link, grad)
 
     def finish(link: Any) -> Any:
         order.append("wait")
@@ -191,14 +202,16 @@ def order_of_work() -> list[str]:
             order.append("last matmul")
             return self.x * 2
 
-    def run(x: Any, index: Any, weights: Any, *, most_rows: int) -> Any:
+    def run(x: Any, index: Any, weights: Any, *, most_rows: int | None) -> Any:
         return Begun(x * weights.sum(1, keepdim=True))
 
-    started, finished = exchange._Link.start, exchange._Link.finish
+    started, started_back = exchange._Link.start, exchange._Link.start_back
+    finished = exchange._Link.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
     x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
     with (
         mock.patch.object(exchange._Link, "start", start),
+        mock.patch.object(exchange._Link, "start_back", start_back),
         mock.patch.object(exchange._Link, "finish", finish),
         mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0),
     ):

@@ -26,6 +26,9 @@ def test_a_step_is_that_of_one_process(
         assert result["error"] <= bound < 0.01 * result["control"], result
         layers, passes, parts = 2, 1 if checkpointing is None else 2, 2 if halves else 1
         assert len(result["choices"]) == layers * passes * parts
+        known = [choices is not None for choices in result["choices"]]
+        assert all(known) if checkpointing is None else not any(known), "counted where rows are kept, and only there"
+        assert result["asked"] == 1, "once in a forward, not in each layer"
 
 
 def test_four_ranks(four: Ranks) -> None:

@@ -11,13 +11,15 @@ of G ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastpack.ops.exchange import Exchange, Group, begin_all_rows, begin_exchange, exchange
+from fastpack.ops.autograd import keeps_what_it_saves
+from fastpack.ops.exchange import Exchange, Group, all_rows, begin_all_rows, begin_exchange
 from fastpack.ops.experts.experts import Unfinished
 from fastpack.ops.linear.operands import Lora
 
@@ -29,10 +31,10 @@ quantised or trained are read twice as often."""
 class Run(Protocol):
     """A function that runs this rank's experts."""
 
-    def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int) -> Unfinished:
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int | None) -> Unfinished:
         """Run tokens ``[S, H]`` with choices and weights ``[S, K]``, as :func:`experts` does.
 
-        At most ``most_rows`` choices are of this rank's experts; the others are e.
+        At most ``most_rows`` choices are of this rank's experts, if it is known; the others are e.
         """
 
 
@@ -63,10 +65,13 @@ class ExpertRanks:
         return Lora(a, b, lora.scale, lora.dropout)
 
 
-def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, place: ExpertRanks) -> Tensor:
+def experts_across_ranks(
+    x: Tensor, index: Tensor, weights: Tensor, run: Run, place: ExpertRanks, tokens: Sequence[int] | None = None
+) -> Tensor:
     """Run each token through the experts that it chose, wherever they are; every rank calls this at once.
 
-    The host waits for the device once, to know how many rows come.
+    Where what the experts save is kept for the backward, the host waits for the device, to know how many rows that is.
+    Elsewhere memory is taken for all choices of the tokens that are here at a time.
 
     Args:
         x: ``[T, H]``.
@@ -74,60 +79,51 @@ def experts_across_ranks(x: Tensor, index: Tensor, weights: Tensor, run: Run, pl
         weights: ``[T, K]`` of any float dtype.
         run: runs this rank's experts.
         place: where the experts are.
+        tokens: how many tokens each rank has, G numbers; None asks the ranks, and the host waits for the device.
 
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    parts, group = _parts(index, place), place.group
-    own = [part.tokens[place.rank] for part in parts]
+    if tokens is None:
+        tokens = tokens_of_ranks(len(index), x.device, place)
+    parts, group = _parts(tokens), place.group
+    own = [part[place.rank] for part in parts]
     pieces = zip(*(y.split(own) for y in (x, weights, index)), strict=True)
-    coming = [[begin_all_rows(y, part.tokens, group) for y in piece] for part, piece in zip(parts, pieces, strict=True)]
+    coming = [[begin_all_rows(y, part, group) for y in piece] for part, piece in zip(parts, pieces, strict=True)]
     # All that the backward needs is saved before a block is finished, so that a recomputation ends there. What was read
     # is taken off its list, so that its memory is free for the next half.
-    begun = [_begin(run, coming.pop(0), part, place) for part in parts]
+    begun = [_begin(run, coming.pop(0), place) for _ in parts]
     back = [
-        begin_exchange(begun.pop(0).finish(), part.tokens, [tokens] * place.ranks, group)
-        for part, tokens in zip(parts, own, strict=True)
+        begin_exchange(begun.pop(0).finish(), part, [count] * place.ranks, group)
+        for part, count in zip(parts, own, strict=True)
     ]
     sums = [
-        under_way.wait().unflatten(0, (place.ranks, tokens)).sum(0) for under_way, tokens in zip(back, own, strict=True)
+        under_way.wait().unflatten(0, (place.ranks, count)).sum(0) for under_way, count in zip(back, own, strict=True)
     ]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def _begin(run: Run, coming: list[Exchange], part: _Part, place: ExpertRanks) -> Unfinished:
+def _begin(run: Run, coming: list[Exchange], place: ExpertRanks) -> Unfinished:
     """Run this rank's experts on what comes."""
     x, weights, index = (each.wait() for each in coming)
     local = index - place.rank * place.own
-    local = local.where((local >= 0) & (local < place.own), place.own).int()
-    return run(x, local, weights, most_rows=part.choices)
+    here = (local >= 0) & (local < place.own)
+    most_rows = int(here.sum()) if keeps_what_it_saves() else None
+    return run(x, local.where(here, place.own).int(), weights, most_rows=most_rows)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some of the tokens of all ranks.
-
-    Attributes:
-        tokens: how many each rank has.
-        choices: how many of their choices are of this rank's experts.
-    """
-
-    tokens: list[int]
-    choices: int
+def tokens_of_ranks(tokens: int, device: torch.device, place: ExpertRanks) -> tuple[int, ...]:
+    """Return how many tokens each rank has; every rank calls this at once, and the host waits for the device."""
+    own = torch.full((1,), tokens, device=device)
+    return tuple(all_rows(own, [1] * place.ranks, place.group).tolist())
 
 
-def _parts(index: Tensor, place: ExpertRanks) -> list[_Part]:
-    """Return all tokens; or their halves, of which one can be exchanged while experts run on the other."""
-    ranks, middle = place.ranks, len(index) // 2
-    of_rank = index // place.own == torch.arange(ranks, device=index.device)[:, None, None]
-    choices = [half.sum((1, 2)) for half in (of_rank[:, :middle], of_rank[:, middle:])]
-    sizes = torch.stack([torch.full_like(choices[0], len(index)), *choices], 1)
-    tokens, first, second = exchange(sizes, [1] * ranks, [1] * ranks, place.group).t().tolist()
+def _parts(tokens: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of each rank; or of both halves, of which one is exchanged while experts run on the other."""
     if sum(tokens) < FEWEST_IN_HALVES:
-        return [_Part(tokens, sum(first + second))]
+        return [[*tokens]]
     halves = [count // 2 for count in tokens]
-    others = [count - half for count, half in zip(tokens, halves, strict=True)]
-    return [_Part(halves, sum(first)), _Part(others, sum(second))]
+    return [halves, [count - half for count, half in zip(tokens, halves, strict=True)]]
 
 
 class _Scaled(torch.autograd.Function):
