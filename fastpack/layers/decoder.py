@@ -92,7 +92,7 @@ def _is_run_again(layer: LayerLike) -> bool:
     """
     if not _runs_again(layer):
         return False
-    if has_hooks(layer) and not _checkpoints_in_forward(type(layer)):
+    if not _checkpoints_in_forward(type(layer)) and has_hooks(layer, that_read=True):
         return False  # the hooks run again, too, and read the result
     if torch._C._len_torch_dispatch_stack():
         return False  # selective checkpointing looks up every operation

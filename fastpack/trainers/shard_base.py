@@ -22,8 +22,8 @@ from fastpack.utils.modules import decoder_layers
 from fastpack.utils.replacement import Replacement, replaces
 
 TargetT = TypeVar("TargetT")
-AHEAD = 2
-"""The number of layers whose weights are gathered while one runs."""
+AHEAD = 1
+"""The number of layers whose weights are gathered while one runs. A second would take its memory, and gain nothing."""
 
 
 def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0) -> TargetT:

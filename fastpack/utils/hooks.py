@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 _CAPTURING = "transformers.utils.output_capturing"
 """The module of the hooks that transformers never removes once it has captured outputs."""
+_SHARDING = "torch.distributed.fsdp."
+"""The modules of FSDP2's hooks, which gather weights and hook gradients, whatever values a module returns."""
 
 
 def carries_hooks(module: nn.Module) -> bool:
@@ -32,15 +34,21 @@ def own_forward(module: nn.Module) -> Any:
     return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
-def has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module, *, that_read: bool = False) -> bool:
     """Return whether hooks run when a module is called: its own, or those that torch runs for every module.
 
     Hooks that capture outputs for transformers don't count: while they capture, the stock path runs.
+
+    Args:
+        module: the module.
+        that_read: whether to count only hooks that may read what the module returns, which FSDP2's don't.
     """
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or hooks_for_every_module():
+    if module._backward_hooks or module._backward_pre_hooks or hooks_for_every_module():
         return True
-    hooks = module._forward_hooks
-    return bool(hooks) and any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
+    if module._forward_pre_hooks and not that_read:
+        return True
+    passes = (_CAPTURING, _SHARDING) if that_read else (_CAPTURING,)
+    return not all(str(getattr(hook, "__module__", "")).startswith(passes) for hook in module._forward_hooks.values())
 
 
 def hooks_for_every_module() -> bool:

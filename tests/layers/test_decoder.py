@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack.layers import decoder, mlp
+from fastpack.utils.hooks import has_hooks
 
 KIND = "TRL's keywords"
 
@@ -167,6 +168,20 @@ def test_a_hook_on_the_layer_reads_what_it_gives(reentrant: bool, monkeypatch: p
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
     assert result == [False, False]
+
+
+def test_fsdp2_s_hooks_read_nothing() -> None:
+    """Transformers up to 5.17 checkpoints around them, and the last product is left out all the same."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    layer = tiny_model("llama").model.layers[0]
+    state = object.__new__(FSDPState)
+    layer.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    layer.register_forward_hook(state._post_forward)
+    assert has_hooks(layer)
+    assert not has_hooks(layer, that_read=True)
+    layer.register_forward_hook(lambda module, args, out: out)
+    assert has_hooks(layer, that_read=True), "the control"
 
 
 @pytest.mark.parametrize("lora", [False, True])
