@@ -17,7 +17,7 @@ from torch import Tensor
 from fastpack.backends.call import AttentionCall, AttentionShape, Visibility
 from fastpack.backends.registry import BACKENDS, TRACED, in_order, why_not
 from fastpack.errors import BackendUnavailableError
-from fastpack.ops.exchange import to_heads, to_tokens
+from fastpack.ops.exchange_heads import to_heads, to_tokens
 from fastpack.ops.shared_rows import first_copies, spread
 from fastpack.packing.prefixes import SharedTokens
 from fastpack.packing.shards import TokenShards

@@ -2,7 +2,8 @@
 
 cuDNN prepares a plan for each shape, which takes some 0.2 s, and no plan of torch's serves packed tokens. So sequences
 are rows here: a long one alone, short ones in groups of one length. Lengths and numbers of rows are rounded up, so that
-few shapes occur: padding comes after a sequence's last token, whose queries don't see it.
+few shapes occur: padding, which may be the sequence after it, comes after a sequence's last token, whose queries don't
+see it.
 
 Shape suffixes: T tokens, n rows, P their length, H query heads, D head size.
 """
@@ -110,17 +111,22 @@ class _Alone:
     Attributes:
         begin: its first token.
         tokens: how many it has.
-        length: P. A sequence that fills its row is a slice, and is not copied.
+        length: P.
     """
 
     begin: int
     tokens: int
     length: int
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Return ``[1, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding."""
-        row = x[self.begin : self.begin + self.tokens]
-        if self.tokens < self.length:
+    def rows(self, x: Tensor, *, zeros: bool = False) -> Tensor:
+        """Return ``[1, heads, P, D]`` from ``[T, heads, D]``.
+
+        A sequence that fills its row is a slice, and is not copied. Nor is one whose padding may be the tokens after
+        it, not ``zeros``, if there are so many.
+        """
+        end = self.begin + (self.tokens if zeros else self.length)
+        row = x[self.begin : end if end <= len(x) else self.begin + self.tokens]
+        if len(row) < self.length:
             padded = x.new_empty(self.length, *x.shape[1:])
             padded[: self.tokens] = row
             padded[self.tokens :] = 0
@@ -156,8 +162,8 @@ class _Group:
     tokens: Tensor
     slots: Tensor
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Return ``[n, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding."""
+    def rows(self, x: Tensor, *, zeros: bool = True) -> Tensor:
+        """Return ``[n, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding in any case."""
         flat = x.new_zeros(self.count * self.length, *x.shape[1:])
         flat.index_copy_(0, self.slots, x.index_select(0, self.tokens))
         return flat.unflatten(0, (self.count, self.length)).transpose(1, 2)
@@ -252,7 +258,8 @@ class _Cudnn(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * 3
         for group, lse in zip(ctx.groups, lses, strict=True):
             qkv = [group.rows(x) for x in (q, k, v)]
-            parts = kernel_backward(group.rows(grad), qkv, group.rows(out), lse, ctx.scale)
+            # queries in the padding see the sequence, and have no gradient
+            parts = kernel_backward(group.rows(grad, zeros=True), qkv, group.rows(out), lse, ctx.scale)
             gradients = [group.put(part, x, len(q)) for part, x in zip(parts, gradients, strict=True)]
         return *gradients, None, None, None
 

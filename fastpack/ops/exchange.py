@@ -8,7 +8,7 @@ A sum of what all ranks compute has these gradients. Where each rank computes th
 context-parallel group do, a rank's gradients are therefore its own share times the number of ranks: their mean over the
 ranks, which data-parallel engines take, is the gradient of the loss.
 
-Shape suffixes: T rows of all ranks, t rows of this rank, G ranks, H heads, h = H / G heads of one rank, D head size.
+Shape suffixes: T rows of all ranks, t rows of this rank, G ranks.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def begin_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group
     return Exchange(_Begin.apply(x, link), link)
 
 
+def send_rows(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, *, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    """Do what :func:`exchange` does, without gradients, and return also torch's handle, None unless ``async_op``."""
+    rows = x.new_empty(sum(receive), *x.shape[1:])
+    return rows, dist.all_to_all_single(rows, x.contiguous(), [*receive], [*send], group, async_op=async_op)
+
+
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """An exchange under way. The device may do other work meanwhile.
@@ -95,23 +103,16 @@ class _Link:
             self.under_way = rows, dist.all_gather_into_tensor(rows, x.contiguous(), self.group, async_op=True)
             return
         x = _copies(x, len(self.send)) if self.to_all else x
-        self.under_way = _send(x, self.send, self.receive, self.group, async_op=True)
+        self.under_way = send_rows(x, self.send, self.receive, self.group, async_op=True)
 
     def start_back(self, grad: Tensor) -> None:
-        self.under_way = _send(grad, self.receive, self.send, self.group, async_op=True)
+        self.under_way = send_rows(grad, self.receive, self.send, self.group, async_op=True)
 
     def finish(self) -> Tensor:
         assert self.under_way is not None, "begin_exchange can be differentiated once, and waited for once"
         (rows, work), self.under_way = self.under_way, None
         work.wait()
         return rows
-
-
-def _send(
-    x: Tensor, send: list[int], receive: list[int], group: Group, *, async_op: bool = False
-) -> tuple[Tensor, Any]:
-    rows = x.new_empty(sum(receive), *x.shape[1:])
-    return rows, dist.all_to_all_single(rows, x.contiguous(), receive, send, group, async_op=async_op)
 
 
 class _Begin(torch.autograd.Function):
@@ -152,38 +153,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _send(x, send, receive, group)[0]
+        return send_rows(x, send, receive, group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Exchange.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-def to_heads(tensors: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Return all tokens of this rank's heads, from this rank's tokens of all heads, in one exchange.
-
-    Args:
-        tensors: each ``[t, H, D]``, of one dtype; H is a multiple of G.
-        sizes: the tokens of each rank, G numbers that sum to T.
-        group: the process group.
-
-    Returns:
-        Each ``[T, h, D]``, contiguous in the last two dimensions.
-    """
-    ranks = len(sizes)
-    by_rank = [x.unflatten(1, (ranks, -1)).transpose(0, 1) for x in tensors]  # [G, t, h, D]
-    pieces = torch.cat([x.flatten(2) for x in by_rank], 2).flatten(0, 1)
-    received = exchange(pieces, [len(tensors[0])] * ranks, sizes, group)
-    shapes = [tuple(x.shape[2:]) for x in by_rank]
-    parts = received.split([heads * size for heads, size in shapes], 1)
-    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def to_tokens(x: Tensor, sizes: Sequence[int], rank: int, group: Group) -> Tensor:
-    """Return this rank's tokens of all heads, ``[t, H, D]``, from all tokens of this rank's heads, ``[T, h, D]``."""
-    ranks = len(sizes)
-    pieces = exchange(x, sizes, [sizes[rank]] * ranks, group)  # [G * t, h, D]
-    return pieces.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:

@@ -29,12 +29,20 @@ def formula(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
 
 def gradients(grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float) -> Sequence[Tensor]:
-    q, k, v = leaves = [x.detach().requires_grad_() for x in qkv]
-    with torch.enable_grad():
-        again, sums = formula(q, k, v, scale)
+    """Return the gradients, and check that ``out``, where it has one, and the log-sum-exps are those of the forward."""
+    again, sums = formula(*qkv, scale)
+    real = grad.abs().sum(-1) > 0
     assert torch.equal(sums, lse)
-    assert torch.equal(again * (out != 0), out), "padding is zero"
-    return torch.autograd.grad(again, leaves, grad)
+    assert torch.equal(again[real], out[real])
+    return gradients_of_formula(grad, qkv, out, lse, scale)
+
+
+def gradients_of_formula(
+    grad: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float
+) -> Sequence[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    with torch.enable_grad():
+        return torch.autograd.grad(formula(*leaves, scale)[0], leaves, grad)
 
 
 @pytest.fixture
@@ -91,6 +99,29 @@ def test_sequences_are_rows_of_few_lengths(shapes: list[tuple[int, ...]], monkey
     assert sorted(shapes) == [(1, 2, 16, 8), (3, 2, 8, 8)]
     (alone,) = (group for group in packed.memo(("cudnn", q.device), lambda: ()) if isinstance(group, cudnn._Alone))
     assert alone.rows(q.detach()).untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_padding_may_be_the_sequence_after(
+    zeros: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such rows are slices; only the gradient of the padding's queries must be zero, which the control shows."""
+    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
+        monkeypatch.setattr(cudnn, name, value)
+    case = Case(lengths="mixed")
+    call = case.make(DOUBLE)
+    groups = cudnn._group(call.packed, call.q.device)
+    slices = [
+        group.rows(call.k).untyped_storage().data_ptr() == call.k.untyped_storage().data_ptr() for group in groups
+    ]
+    assert any(slices)
+    if not zeros:
+        rows = cudnn._Alone.rows
+        monkeypatch.setattr(cudnn._Alone, "rows", lambda self, x, **_: rows(self, x))
+        monkeypatch.setattr(cudnn, "kernel_backward", gradients_of_formula)
+    found = errors(measure(cudnn.run, call), truth_of(case, "cpu"))
+    bound = bounds(case, DOUBLE, "cpu")
+    assert (found["k"] <= bound["k"]) == zeros
 
 
 @pytest.mark.parametrize("rounded", [True, False])

@@ -34,7 +34,8 @@ from fastpack.exactness.tiny import build_tiny
 from fastpack.layers import rope_tables
 from fastpack.layers.mixers import shares
 from fastpack.model import loss as loss_module
-from fastpack.ops.exchange import all_rows, to_heads
+from fastpack.ops.exchange import all_rows
+from fastpack.ops.exchange_heads import to_heads
 from fastpack.packing.shards import TokenShards
 
 LENGTHS = (7, 1, 19, 30, 18)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fastpack.attention_dispatch import check_heads, heads_reject
 from fastpack.families.mixer_spec import DeltaNetSpec, FastMixerSpec, KimiDeltaSpec, Mamba2Spec
-from fastpack.ops.exchange import all_rows, to_heads, to_tokens
+from fastpack.ops.exchange import all_rows
+from fastpack.ops.exchange_heads import to_heads, to_tokens
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.packing.shards import TokenShards
 
