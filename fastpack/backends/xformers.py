@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,7 +74,7 @@ def _unusable() -> str | None:
         return f"xformers is not installed ({install_command('xformers', RUNTIME_PACKAGE)})"
     try:
         _load_runtime()
-        from xformers.ops.fmha import common
+        common = _imported()
     except (ImportError, OSError) as error:
         return f"xformers does not import with torch {torch.__version__}: {error}"
     # A wheel holds kernels for one torch and CUDA version only. With other versions each call raises
@@ -87,6 +90,16 @@ def _unusable() -> str | None:
         f"xformers was imported before fastpack could load {RUNTIME} for it: restart Python with "
         f"LD_LIBRARY_PATH={path.parent}"
     )
+
+
+def _imported() -> ModuleType:
+    """Import xformers in a thread of its own, and return the module with what is known of its kernels.
+
+    It keeps the exception if its kernels don't load, and so the frames of the thread that imports it: those of a
+    forward would keep the model for as long as the process lives.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(importlib.import_module, "xformers.ops.fmha.common").result()
 
 
 def _load_runtime() -> None:

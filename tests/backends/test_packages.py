@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -300,6 +302,35 @@ def test_an_xformers_imported_too_early_names_the_library_path(
     fake_packages.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
     assert f"restart Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_xformers_keeps_is_no_model(
+    ours: bool, tmp_path: Path, linker: Linker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its own exception, whose frames would hold what the callers of its import hold, as the control shows."""
+    folder = tmp_path / "xformers" / "ops" / "fmha"
+    folder.mkdir(parents=True)
+    keeps = 'try:\n    raise OSError("no kernels")\nexcept OSError as error:\n    kept = error\n'
+    (tmp_path / "xformers" / "__init__.py").write_text(keeps)
+    (folder / "common.py").write_text("_built_with_cuda = True\n")
+    monkeypatch.delitem(sys.modules, "xformers")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def forward() -> weakref.ref[Any]:
+        model = torch.nn.Linear(1, 1)
+        if ours:
+            assert xformers._unusable() is None
+        else:
+            importlib.import_module("xformers.ops.fmha.common")
+        return weakref.ref(model)
+
+    try:
+        alive = forward()() is not None
+    finally:
+        for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.common"):
+            sys.modules.pop(name, None)
+    assert alive != ours
 
 
 def test_triton_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
