@@ -1,12 +1,13 @@
-"""Exchange rows between the ranks of a group, and their gradients back.
+"""The rows of all ranks of a group, and sums over the ranks of rows for each rank: either is the other's gradient.
 
-Definition, for ranks r and s, with x_r the rows of rank r, cut into one piece for each rank::
+Definition, for ranks r and s, with x_r the rows of rank r, and y_r rows on rank r for all ranks, in pieces::
 
-    exchange(x)_s = concatenation over r of piece s of x_r        gradient: the exchange of the gradients, back
+    all_rows(x) = concatenation over r of x_r
+    sums(y)_s = sum over r of piece s of y_r, in float32, rounded once
 
-A sum of what all ranks compute has these gradients. Where each rank computes the whole of one loss, as the ranks of a
-context-parallel group do, a rank's gradients are therefore its own share times the number of ranks: their mean over the
-ranks, which data-parallel engines take, is the gradient of the loss.
+Where each rank computes the whole of one loss, as the ranks of a context-parallel group do, a rank's gradients are its
+own share times the number of ranks: their mean over the ranks, which data-parallel engines take, is the gradient of the
+loss.
 
 Shape suffixes: T rows of all ranks, t rows of this rank, G ranks.
 """
@@ -27,43 +28,57 @@ Group = Any
 """A ``torch.distributed`` process group; torch builds without the package have no such class."""
 
 
-def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Send a piece of ``x`` to each rank of a group, and return the pieces that the ranks send to this one, in order.
+def all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
+    """Return the rows of all ranks, ``[T, ...]``, from those of this rank, ``[t, ...]``.
+
+    Args:
+        x: this rank's rows.
+        sizes: the rows of each rank, G numbers that sum to T.
+        group: the process group; every rank calls this at once, with the same dtype and trailing shape.
+    """
+    return begin_all_rows(x, sizes, group).wait()
+
+
+def begin_all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> UnderWay:
+    """Begin what :func:`all_rows` does; see :class:`UnderWay`."""
+    return _begin(x, _Link([*sizes], len(x), group, sums=False))
+
+
+def begin_sums(y: Tensor, sizes: Sequence[int], rank: int, group: Group) -> UnderWay:
+    """Begin to add up, over the ranks, their rows for this one: ``[T, ...]`` to ``[t, ...]``; see :class:`UnderWay`.
+
+    Args:
+        y: rows for each rank, in order.
+        sizes: how many are for each rank, G numbers that sum to T.
+        rank: this rank's place.
+        group: the process group; every rank calls this at once, with the same dtype and trailing shape.
+    """
+    return _begin(y, _Link([*sizes], sizes[rank], group, sums=True))
+
+
+def exchange(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, *, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    """Send a piece of ``x`` to each rank, and return the pieces that come, in order, and torch's handle or None.
+
+    It has no gradient.
 
     Args:
         x: ``[sum(send), ...]``.
         send: the rows of the piece for each rank.
         receive: the rows that come from each rank.
         group: the process group; every rank calls this at once, with the same dtype and trailing shape.
-
-    Returns:
-        ``[sum(receive), ...]``.
+        async_op: whether to return before the rows are there; the handle's ``wait()`` waits for them.
     """
-    out: Tensor = _Exchange.apply(x, list(send), list(receive), group)
-    return out
-
-
-def begin_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Exchange:
-    """Begin what :func:`exchange` does, with the same arguments; it can be differentiated once.
-
-    The exchange of the gradients starts in the backward of :meth:`Exchange.wait`, and is waited for in that of this
-    function.
-    """
-    link = _Link([*send], [*receive], group)
-    return Exchange(_Begin.apply(x, link), link)
-
-
-def send_rows(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, *, async_op: bool = False
-) -> tuple[Tensor, Any]:
-    """Do what :func:`exchange` does, without gradients, and return also torch's handle, None unless ``async_op``."""
     rows = x.new_empty(sum(receive), *x.shape[1:])
     return rows, dist.all_to_all_single(rows, x.contiguous(), [*receive], [*send], group, async_op=async_op)
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """An exchange under way. The device may do other work meanwhile.
+class UnderWay:
+    """Rows or sums under way. The device may do other work meanwhile. It can be differentiated once.
+
+    The exchange of the gradients starts in the backward of :meth:`wait`, and is waited for in that of the beginning.
 
     Attributes:
         sent: stands for what was sent in autograd's graph; it has no memory.
@@ -74,7 +89,7 @@ class Exchange:
     link: _Link
 
     def wait(self) -> Tensor:
-        """Return the pieces that came; work that is launched from now on runs afterwards."""
+        """Return what came; work that is launched from now on runs afterwards."""
         rows: Tensor = _End.apply(self.sent, self.link)
         return rows
 
@@ -84,35 +99,42 @@ class _Link:
     """An exchange, and in the backward that of its gradients.
 
     Attributes:
-        send: the rows of the piece for each rank.
-        receive: the rows that come from each rank.
+        sizes: the rows of each rank.
+        own: t, those of this rank.
         group: the process group.
-        to_all: whether every rank gets the same piece, which is there once.
+        sums: whether the forward returns sums, and the backward all rows; else the other way around.
         under_way: the memory for what comes, and torch's handle, which holds memory, too; None before and after.
     """
 
-    send: list[int]
-    receive: list[int]
+    sizes: list[int]
+    own: int
     group: Group
-    to_all: bool = False
+    sums: bool
     under_way: tuple[Tensor, Any] | None = None
 
-    def start(self, x: Tensor) -> None:
-        if self.to_all and len(set(self.receive)) == 1:
-            rows = x.new_empty(sum(self.receive), *x.shape[1:])
-            self.under_way = rows, dist.all_gather_into_tensor(rows, x.contiguous(), self.group, async_op=True)
-            return
-        x = _copies(x, len(self.send)) if self.to_all else x
-        self.under_way = send_rows(x, self.send, self.receive, self.group, async_op=True)
+    def start(self, x: Tensor, *, sums: bool) -> None:
+        alike = [self.own] * len(self.sizes)
+        if sums:
+            self.under_way = exchange(x, self.sizes, alike, self.group, async_op=True)
+        elif self.sizes == alike:
+            rows = x.new_empty(sum(self.sizes), *x.shape[1:])
+            gather = (
+                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            )  # its name up to torch 2.12
+            self.under_way = rows, gather(rows, x.contiguous(), self.group, async_op=True)
+        else:
+            copies = x.expand(len(self.sizes), *x.shape).flatten(0, 1)
+            self.under_way = exchange(copies, alike, self.sizes, self.group, async_op=True)
 
-    def start_back(self, grad: Tensor) -> None:
-        self.under_way = send_rows(grad, self.receive, self.send, self.group, async_op=True)
-
-    def finish(self) -> Tensor:
-        assert self.under_way is not None, "begin_exchange can be differentiated once, and waited for once"
+    def finish(self, *, sums: bool) -> Tensor:
+        assert self.under_way is not None, "it can be differentiated once, and waited for once"
         (rows, work), self.under_way = self.under_way, None
         work.wait()
-        return rows
+        return rows.unflatten(0, (len(self.sizes), self.own)).sum(0) if sums else rows
+
+
+def _begin(x: Tensor, link: _Link) -> UnderWay:
+    return UnderWay(_Begin.apply(x, link), link)
 
 
 class _Begin(torch.autograd.Function):
@@ -121,15 +143,13 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
-        link.start(x)
+        link.start(x, sums=link.sums)
         return without_memory(x, x.shape)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        link = ctx.link
-        grad = link.finish()
-        return grad.unflatten(0, (len(link.send), link.send[0])).sum(0) if link.to_all else grad, None
+        return ctx.link.finish(sums=not ctx.link.sums), None
 
 
 class _End(torch.autograd.Function):
@@ -138,38 +158,10 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, link: _Link) -> Tensor:
         ctx.link, ctx.shape = link, stand_in.shape
-        return link.finish()
+        return link.finish(sums=link.sums)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.link.start_back(grad)
+        ctx.link.start(grad, sums=not ctx.link.sums)
         return without_memory(grad, ctx.shape), None
-
-
-class _Exchange(torch.autograd.Function):
-    """The autograd Function of :func:`exchange`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return send_rows(x, send, receive, group)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-def all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """Return the rows of all ranks, ``[T, ...]``, from those of this rank, ``[t, ...]``; gradients are summed."""
-    return exchange(_copies(x, len(sizes)), [len(x)] * len(sizes), sizes, group)
-
-
-def begin_all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> Exchange:
-    """Begin what :func:`all_rows` does; where ranks have equally many rows, without copies of ``x``."""
-    link = _Link([len(x)] * len(sizes), [*sizes], group, to_all=True)
-    return Exchange(_Begin.apply(x, link), link)
-
-
-def _copies(x: Tensor, ranks: int) -> Tensor:
-    return x.expand(ranks, *x.shape).flatten(0, 1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.ops.exchange import Group, send_rows
+from fastpack.ops.exchange import Group, exchange
 
 WORD = torch.complex128
 """The dtype of the words that are copied: 16 bytes, so that a strided copy is as fast as another one."""
@@ -67,7 +67,7 @@ class _ToHeads(torch.autograd.Function):
         buffer = tensors[0].new_empty(count, ranks.own, sum(widths))
         for x, part, side in zip(tensors, buffer.split(widths, 2), sides, strict=True):
             _copy(x.unflatten(1, (count, -1)).transpose(0, 1), part.unflatten(2, side))
-        rows, _ = send_rows(buffer.flatten(0, 1), [ranks.own] * count, ranks.sizes, ranks.group)
+        rows, _ = exchange(buffer.flatten(0, 1), [ranks.own] * count, ranks.sizes, ranks.group)
         return tuple(part.unflatten(1, side) for part, side in zip(rows.split(widths, 1), sides, strict=True))
 
     @staticmethod
@@ -89,7 +89,7 @@ class _ToTokens(torch.autograd.Function):
             buffer = tensors[0].new_empty(len(tensors[0]), sum(widths))
             for x, part in zip(tensors, buffer.split(widths, 1), strict=True):
                 _copy(x, part.unflatten(1, x.shape[1:]))
-        rows, _ = send_rows(buffer, ranks.sizes, [ranks.own] * count, ranks.group)
+        rows, _ = exchange(buffer, ranks.sizes, [ranks.own] * count, ranks.group)
         outs = [x.new_empty(ranks.own, count * x.shape[1], x.shape[2]) for x in tensors]
         for x, out, part in zip(tensors, outs, rows.unflatten(0, (count, ranks.own)).split(widths, 2), strict=True):
             _copy(part.unflatten(2, x.shape[1:]), out.unflatten(1, (count, -1)).transpose(0, 1))

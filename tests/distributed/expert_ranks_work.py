@@ -50,7 +50,7 @@ def spread_step(
     choices: list[int | None] = []
     asked: list[int] = []
 
-    def once(begin: Any = across_ranks.begin_exchange) -> float:
+    def once(begin: Any = across_ranks.begin_sums) -> float:
         model = build(family, lora)
         fastpack.shard_experts(model, mesh())
         names = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
@@ -72,7 +72,7 @@ def spread_step(
             mock.patch.object(layer, "experts", watched),
             mock.patch.object(layer, "tokens_of_ranks", asks),
             mock.patch.object(across_ranks, "tokens_of_ranks", asks),
-            mock.patch.object(across_ranks, "begin_exchange", begin),
+            mock.patch.object(across_ranks, "begin_sums", begin),
             mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
         ):
             loss = step(outer, case, sequences)
@@ -86,7 +86,7 @@ def spread_step(
     def no_sums(sums: Any, *sizes: Any) -> Any:
         return exchange_sums(sums * 0, *sizes)
 
-    exchange_sums = across_ranks.begin_exchange
+    exchange_sums = across_ranks.begin_sums
     return {"error": error, "control": once(no_sums), **seen}
 
 
@@ -105,12 +105,13 @@ def both(family: str) -> float:
     return off(Result([], result.loss, grads_of(model)), Result([], expected.loss, expected.grads))
 
 
-def no_expert_here(tokens: tuple[int, int], halves: bool) -> dict[str, Any]:
+def no_expert_here(tokens: tuple[int, int], halves: bool, part: int) -> dict[str, Any]:
     """Return the errors and the choices here if all tokens of all ranks choose the first rank's two experts.
 
     Args:
         tokens: how many the first and the second rank have. The last of a rank with several has a choice beyond all.
         halves: whether halves are exchanged.
+        part: from twice so many tokens on there are more parts.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)  # both ranks know all experts, so that each computes its truth
@@ -129,7 +130,8 @@ def no_expert_here(tokens: tuple[int, int], halves: bool) -> dict[str, Any]:
         inner, down = (ExpertLinear(stack[first : first + few]) for stack in stacks)
         return experts(x, index, weights, inner, down, Gate("silu"), most_rows=most_rows)
 
-    with mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30):
+    fewest = 0 if halves else 2**30
+    with mock.patch.object(across_ranks, "FEWEST_IN_HALVES", fewest), mock.patch.object(across_ranks, "PART", part):
         out = across_ranks.experts_across_ranks(x, index, weights, run, place)
     chosen = seen[:]
     want = run(x, index, weights, most_rows=2 * count, first=0, few=2 * ranks).finish()
@@ -146,10 +148,10 @@ def kept_by_a_checkpoint(*, keeps: bool) -> int:
     """
     came: list[Any] = []
 
-    def finish(link: Any) -> Any:
+    def finish(link: Any, **kwargs: Any) -> Any:
         under_way = link.under_way
-        rows = finished(link)
-        came.append(weakref.ref(rows.untyped_storage()))
+        rows = finished(link, **kwargs)
+        came.append(weakref.ref(under_way[0].untyped_storage()))
         if keeps:
             link.under_way = under_way
         return rows
@@ -159,7 +161,7 @@ def kept_by_a_checkpoint(*, keeps: bool) -> int:
         return experts(x, index, weights, *stacks, Gate("silu"), most_rows=most_rows)
 
     def block(x: Any) -> Any:
-        return across_ranks.experts_across_ranks(x, index, weights, run, place)
+        return across_ranks.experts_across_ranks(x, index, weights, run, place, [6] * place.ranks)
 
     finished = exchange._Link.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
@@ -170,7 +172,7 @@ def kept_by_a_checkpoint(*, keeps: bool) -> int:
         until = time.monotonic() + 1  # gloo's thread lets go of its own references a little later
         while (alive := sum(storage() is not None for storage in came)) and time.monotonic() < until:
             time.sleep(0.01)
-        assert len(came) == 8
+        assert len(came) == 6
         if not keeps:
             out.sum().backward()
     return alive
@@ -180,17 +182,13 @@ def order_of_work() -> list[str]:
     """Return when exchanges start and are waited for, and experts run, in a forward and a backward in halves."""
     order: list[str] = []
 
-    def start(link: Any, x: Any) -> None:
-        order.append("start")
-        started(link, x)
+    def start(link: Any, x: Any, *, sums: bool) -> None:
+        order.append("start sums" if sums else "start")
+        started(link, x, sums=sums)
 
-    def start_back(link: Any, grad: Any) -> None:
-        order.append("start")
-        started_back(link, grad)
-
-    def finish(link: Any) -> Any:
+    def finish(link: Any, *, sums: bool) -> Any:
         order.append("wait")
-        return finished(link)
+        return finished(link, sums=sums)
 
     class Begun:
         def __init__(self, x: Any) -> None:
@@ -205,17 +203,16 @@ def order_of_work() -> list[str]:
     def run(x: Any, index: Any, weights: Any, *, most_rows: int | None) -> Any:
         return Begun(x * weights.sum(1, keepdim=True))
 
-    started, started_back = exchange._Link.start, exchange._Link.start_back
-    finished = exchange._Link.finish
+    started, finished = exchange._Link.start, exchange._Link.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
     x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
     with (
         mock.patch.object(exchange._Link, "start", start),
-        mock.patch.object(exchange._Link, "start_back", start_back),
         mock.patch.object(exchange._Link, "finish", finish),
         mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0),
     ):
-        out = across_ranks.experts_across_ranks(x, torch.zeros(6, 2, dtype=torch.int64), weights, run, place)
+        index = torch.zeros(6, 2, dtype=torch.int64)
+        out = across_ranks.experts_across_ranks(x, index, weights, run, place, [6] * place.ranks)
         order.append("backward")
         out.sum().backward()
     return order

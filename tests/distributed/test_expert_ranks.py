@@ -45,16 +45,16 @@ def test_ranks_that_share_batches_too(family: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("tokens", [(5, 5), (0, 5), (1, 6), (1, 1), (0, 0), (3, 8)])
-@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-def test_ranks_without_tokens_or_experts(halves: bool, tokens: tuple[int, int], ranks: Ranks) -> None:
+@pytest.mark.parametrize(("halves", "part"), [(False, 99), (True, 99), (True, 2)], ids=["whole", "halves", "parts"])
+def test_ranks_without_tokens_or_experts(halves: bool, part: int, tokens: tuple[int, int], ranks: Ranks) -> None:
     """They take part in the exchanges all the same."""
     if ranks.backend != "gloo":
         pytest.skip("ON A CPU: the sizes are what matters")
     real = sum(2 * count - (count > 1) for count in tokens)
-    for rank, result in enumerate(ranks.run(no_expert_here, tokens, halves)):
+    for rank, result in enumerate(ranks.run(no_expert_here, tokens, halves, part)):
         assert result["apart"] <= 1e-5
         assert result["choices"] == (real if rank == 0 else 0)
-        assert result["calls"] == (2 if halves else 1)
+        assert result["calls"] == max(sum(tokens) // part, 2 if halves else 1)
 
 
 def test_checkpoints_keep_nothing_that_came(ranks: Ranks) -> None:
@@ -67,11 +67,10 @@ def test_checkpoints_keep_nothing_that_came(ranks: Ranks) -> None:
 def test_exchanges_are_under_way_while_experts_run(ranks: Ranks) -> None:
     if ranks.backend != "gloo":
         pytest.skip("ON A CPU: the order is what matters")
-    came, waits = ["start"] * 3, ["wait"] * 3  # tokens, weights and choices
-    forward = [*came, *came, *waits, "experts", *waits, "experts"]
-    forward += ["last matmul", "start", "last matmul", "start", "wait", "wait"]
-    of_half = ["gradients of experts", "start", "start"]
-    backward = ["start", "start", "wait", "wait", *of_half, *of_half, "wait", "wait", "wait", "wait"]
+    forward = ["start"] * 4 + ["wait"] * 2  # weights and choices, and halves of the tokens
+    forward += ["wait", "experts"] * 2 + ["last matmul", "start sums"] * 2 + ["wait"] * 2
+    backward = ["start"] * 2 + ["wait"] * 2 + ["gradients of experts", "start sums"] * 2
+    backward += ["start sums"] + ["wait"] * 3  # of weights, too
     for order in ranks.run(order_of_work):
         assert order == [*forward, "backward", *backward]
 

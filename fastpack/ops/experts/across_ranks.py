@@ -3,7 +3,7 @@
 Every rank has tokens of its own, and some of the experts. Each token goes to every rank once, not once for each choice:
 with K choices and up to K ranks, most have an expert that it chose. There its rows are sorted by expert, and the
 weighted results of these experts are added up in float32 and rounded. Where the token is, the ranks' sums are added up
-in float32. Of many tokens, one half is exchanged while experts run on the other, forward and backward.
+in float32. Many tokens are exchanged in parts, one of them while experts run on another, forward and backward.
 
 Shape suffixes: T tokens of this rank, S of all ranks, K choices of a token, H hidden size; E experts, e of them on each
 of G ranks.
@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.autograd import keeps_what_it_saves
-from fastpack.ops.exchange import Exchange, Group, all_rows, begin_all_rows, begin_exchange
+from fastpack.ops.exchange import Group, all_rows, begin_all_rows, begin_sums
 from fastpack.ops.experts.experts import Unfinished
 from fastpack.ops.linear.operands import Lora
 
 FEWEST_IN_HALVES = 8192
-"""From so many tokens of all ranks on, these are exchanged in halves. Halves are smaller matmuls, and weights that are
-quantised or trained are read twice as often."""
+"""From so many tokens of all ranks on, these are exchanged in two parts. Parts are smaller matmuls, and each reads the
+weights that are quantised or trained."""
+PART = 2**15
+"""Where there are more than two parts, each has at least so many tokens."""
 
 
 class Run(Protocol):
@@ -87,29 +89,37 @@ def experts_across_ranks(
     if tokens is None:
         tokens = tokens_of_ranks(len(index), x.device, place)
     parts, group = _parts(tokens), place.group
-    own = [part[place.rank] for part in parts]
-    pieces = zip(*(y.split(own) for y in (x, weights, index)), strict=True)
-    coming = [[begin_all_rows(y, part, group) for y in piece] for part, piece in zip(parts, pieces, strict=True)]
+    small = [begin_all_rows(y, tokens, group) for y in (weights, index)]
+    coming = [
+        begin_all_rows(piece, part, group)
+        for part, piece in zip(parts, x.split([part[place.rank] for part in parts]), strict=True)
+    ]
+    all_weights, all_index = (_of_parts(each.wait(), parts) for each in small)
     # All that the backward needs is saved before a block is finished, so that a recomputation ends there. What was read
-    # is taken off its list, so that its memory is free for the next half.
-    begun = [_begin(run, coming.pop(0), place) for _ in parts]
-    back = [
-        begin_exchange(begun.pop(0).finish(), part, [count] * place.ranks, group)
-        for part, count in zip(parts, own, strict=True)
+    # is taken off its list, so that its memory is free for the next part.
+    begun = [
+        _begin(run, coming.pop(0).wait(), part_index, part_weights, place)
+        for part_index, part_weights in zip(all_index, all_weights, strict=True)
     ]
-    sums = [
-        under_way.wait().unflatten(0, (place.ranks, count)).sum(0) for under_way, count in zip(back, own, strict=True)
-    ]
+    back = [begin_sums(begun.pop(0).finish(), part, place.rank, group) for part in parts]
+    sums = [each.wait() for each in back]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def _begin(run: Run, coming: list[Exchange], place: ExpertRanks) -> Unfinished:
-    """Run this rank's experts on what comes."""
-    x, weights, index = (each.wait() for each in coming)
+def _begin(run: Run, x: Tensor, index: Tensor, weights: Tensor, place: ExpertRanks) -> Unfinished:
+    """Run this rank's experts on what came."""
     local = index - place.rank * place.own
     here = (local >= 0) & (local < place.own)
     most_rows = int(here.sum()) if keeps_what_it_saves() else None
     return run(x, local.where(here, place.own).int(), weights, most_rows=most_rows)
+
+
+def _of_parts(rows: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the rows of each part, from those of all tokens, which are in the order of ranks."""
+    if len(parts) == 1:
+        return [rows]
+    pieces = rows.split([count for of_rank in zip(*parts, strict=True) for count in of_rank])
+    return [torch.cat(pieces[first :: len(parts)]) for first in range(len(parts))]
 
 
 def tokens_of_ranks(tokens: int, device: torch.device, place: ExpertRanks) -> tuple[int, ...]:
@@ -119,11 +129,10 @@ def tokens_of_ranks(tokens: int, device: torch.device, place: ExpertRanks) -> tu
 
 
 def _parts(tokens: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of each rank; or of both halves, of which one is exchanged while experts run on the other."""
-    if sum(tokens) < FEWEST_IN_HALVES:
-        return [[*tokens]]
-    halves = [count // 2 for count in tokens]
-    return [halves, [count - half for count, half in zip(tokens, halves, strict=True)]]
+    """Return the tokens of each rank in each part."""
+    total = sum(tokens)
+    parts = max(total // PART, 1 if total < FEWEST_IN_HALVES else 2)
+    return [[(count * (i + 1)) // parts - (count * i) // parts for count in tokens] for i in range(parts)]
 
 
 class _Scaled(torch.autograd.Function):
