@@ -28,7 +28,8 @@ from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import reshaped
 from fastpack.ops.expert_operands import ExpertActivation, Gate
 from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks, tokens_of_ranks
-from fastpack.ops.experts.experts import ExpertLinear, experts
+from fastpack.ops.experts.experts import experts
+from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
 from fastpack.ops.quantized_stack import QuantizedStack

@@ -18,7 +18,7 @@ from fastpack.errors import PatchError
 from fastpack.families.spec import ExpertsSpec, Family
 from fastpack.layers.experts import ExpertOperands, read_gate, run_experts
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.experts.experts import ExpertLinear
+from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.stack_formats import Mxfp4Format
 from fastpack.utils.classes import stock_class
 from fastpack.utils.replacement import Replacement

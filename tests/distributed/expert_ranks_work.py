@@ -23,7 +23,8 @@ from fastpack.layers import experts as layer
 from fastpack.ops import exchange
 from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts import across_ranks
-from fastpack.ops.experts.experts import ExpertLinear, experts
+from fastpack.ops.experts.experts import experts
+from fastpack.ops.experts.layer import ExpertLinear
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 EXPERTS = 4

@@ -23,7 +23,8 @@ from fastpack.bench.ops.case import LIGER, OURS, PLAIN, SMALL, Case, Inputs, Mak
 from fastpack.bench.settings import LORA_RANK
 from fastpack.bench.shapes import SHAPES
 from fastpack.ops.expert_operands import Gate
-from fastpack.ops.experts.experts import ExpertLinear, experts
+from fastpack.ops.experts.experts import experts
+from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.linear.operands import Lora
 
 LORA_SCALE = 2.0

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastpack.ops.expert_operands import Gate
-from fastpack.ops.experts.experts import ExpertLinear, experts
+from fastpack.ops.experts.experts import experts
+from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear.operands import Lora
 

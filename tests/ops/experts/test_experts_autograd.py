@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.ops.experts import experts as module
+from fastpack.ops.experts import layer
 
 EXACT, FLOAT32 = 1e-12, 2e-5
 TRITON = pytest.param("triton", marks=ON_CPU.marks)
@@ -72,7 +72,7 @@ def test_gradients_are_accumulated() -> None:
 
 def test_checkpointing_leaves_the_last_matmul_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recomputation stops where all saved tensors are there, and has the same bits."""
-    calls = count_calls(monkeypatch, module, "grouped_matmul")
+    calls = count_calls(monkeypatch, layer, "grouped_matmul")
     index, leaves = choices(EVERYTHING), [leaves_of(EVERYTHING), leaves_of(EVERYTHING)]
     counts = []
     for each, again in zip(leaves, (False, True), strict=True):

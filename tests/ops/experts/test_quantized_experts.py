@@ -12,7 +12,8 @@ from op_checks import ON_CPU, relative
 from torch import Tensor
 
 from fastpack.ops.expert_operands import Gate
-from fastpack.ops.experts.experts import ExpertLinear, experts
+from fastpack.ops.experts.experts import experts
+from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.linear.operands import Lora
 from fastpack.ops.stack_formats import FourBitFormat, Mxfp4Format, StackFormat
 
