@@ -2,8 +2,8 @@
 
 cuDNN prepares a plan for each shape, which takes some 0.2 s, and no plan of torch's serves packed tokens. So sequences
 are rows here: a long one alone, short ones in groups of one length. Lengths and numbers of rows are rounded up, so that
-few shapes occur: padding, which may be the sequence after it, comes after a sequence's last token, whose queries don't
-see it.
+few shapes occur: padding comes after a sequence's last token, whose queries don't see it. It may be the sequence after
+it, but for values, where it is zeros: a probability of zero times NaN would be NaN.
 
 Shape suffixes: T tokens, n rows, P their length, H query heads, D head size.
 """
@@ -122,12 +122,13 @@ class _Alone:
         """Return ``[1, heads, P, D]`` from ``[T, heads, D]``.
 
         A sequence that fills its row is a slice, and is not copied. Nor is one whose padding may be the tokens after
-        it, not ``zeros``, if there are so many.
+        it, and need not be ``zeros``, if there are so many.
         """
         end = self.begin + (self.tokens if zeros else self.length)
         row = x[self.begin : end if end <= len(x) else self.begin + self.tokens]
         if len(row) < self.length:
-            padded = x.new_empty(self.length, *x.shape[1:])
+            # with the strides of a slice, since these are part of a plan's key
+            padded = x.new_empty_strided((self.length, *x.shape[1:]), x.stride())
             padded[: self.tokens] = row
             padded[self.tokens :] = 0
             row = padded
@@ -162,8 +163,8 @@ class _Group:
     tokens: Tensor
     slots: Tensor
 
-    def rows(self, x: Tensor, *, zeros: bool = True) -> Tensor:
-        """Return ``[n, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding in any case."""
+    def rows(self, x: Tensor, *, zeros: bool = False) -> Tensor:
+        """Return ``[n, heads, P, D]`` from ``[T, heads, D]``, with zeros as padding whether or not these are needed."""
         flat = x.new_zeros(self.count * self.length, *x.shape[1:])
         flat.index_copy_(0, self.slots, x.index_select(0, self.tokens))
         return flat.unflatten(0, (self.count, self.length)).transpose(1, 2)
@@ -240,7 +241,7 @@ class _Cudnn(torch.autograd.Function):
         def compute() -> list[Tensor]:
             out, lses = None, []
             for group in groups:
-                rows, lse = kernel_forward(group.rows(q), group.rows(k), group.rows(v), scale)
+                rows, lse = kernel_forward(group.rows(q), group.rows(k), group.rows(v, zeros=True), scale)
                 out = group.put(rows, out, len(q))
                 lses.append(lse)
             assert out is not None, "a batch has a sequence"

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +27,12 @@ from fastpack.layers.read_projection import active_update, why_not_plain, wraps_
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import reshaped
 from fastpack.ops.expert_operands import ExpertActivation, Gate
-from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks, tokens_of_ranks
+from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks
 from fastpack.ops.experts.experts import experts
 from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
 from fastpack.ops.quantized_stack import QuantizedStack
-from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import is_upstreams, place_of, stock_class
 from fastpack.utils.compile import constant
 from fastpack.utils.hooks import carries_hooks, own_forward
@@ -126,14 +125,13 @@ def run_experts(
     if operands.ranks is None:
         result = run(x, index, weights, row_count=count).finish()
     else:
-        tokens = patched.runtime.rows.of_ranks
-        if tokens is not None and tokens[operands.ranks.rank] != len(index):
+        of_ranks = patched.runtime.rows.of_ranks
+        if of_ranks is not None and of_ranks.own != len(index):
             raise PatchError(
                 f"{type(innermost(patched.owner)).__name__} runs its experts on {len(index)} of the layer's "
-                f"{tokens[operands.ranks.rank]} tokens, which fastpack can't spread over ranks. Train this "
-                "model without shard_experts."
+                f"{of_ranks.own} tokens, which fastpack can't spread over ranks: train it without shard_experts."
             )
-        result = experts_across_ranks(x, index, weights, run, operands.ranks, tokens)
+        result = experts_across_ranks(x, index, weights, run, operands.ranks, of_ranks)
     return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))
 
 
@@ -274,9 +272,9 @@ class ExpertsPlace:
     replacement: Replacement[ExpertsSpec, Runtime]
 
     @property
-    def ranks(self) -> ExpertRanks | None:
-        """The ranks over which the block's experts are spread, or None."""
-        return ranks_of(innermost(self.replacement.owner)._parameters.get(self.replacement.spec.inner))
+    def may_be_spread(self) -> bool:
+        """True if the block's experts are spread over ranks, or look so before FSDP2 gathers them."""
+        return ranks_of(innermost(self.replacement.owner)._parameters.get(self.replacement.spec.inner)) is not None
 
     def follow(self) -> None:
         """Move the replacement to the module that is outermost now."""
@@ -288,17 +286,6 @@ class ExpertsPlace:
         ours.undo()
         ours.owner = outermost
         ours.install()
-
-
-def with_rows_of_ranks(packed: PackedSeqLens, places: Sequence[ExpertsPlace]) -> PackedSeqLens:
-    """Return the packing with the number of tokens on each rank, if experts are spread; every rank calls this at once.
-
-    So the host waits for the device once in a forward, and not in each layer.
-    """
-    ranks = places[0].ranks if places else None
-    if ranks is None:
-        return packed
-    return replace(packed, rows_of_ranks=tokens_of_ranks(packed.run_tokens, packed.cu_seqlens.device, ranks))
 
 
 def places_of(backbone: nn.Module, blocks: Container[int]) -> Iterator[tuple[nn.Module, str, nn.Module, nn.Module]]:

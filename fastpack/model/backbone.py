@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from fastpack.errors import PatchError
 from fastpack.families.spec import Family
-from fastpack.layers.experts import with_rows_of_ranks
 from fastpack.layers.read_projection import refuse_row_adapters
 from fastpack.model.blocks import with_blocks
 from fastpack.model.checks import (
@@ -36,6 +36,7 @@ from fastpack.model.model_runtime import ModelRuntime
 from fastpack.model.outputs import copy_to_all_tokens, put_together, repad_outputs
 from fastpack.model.per_token import PER_TOKEN, kept_arguments
 from fastpack.model.position_axes import position_axes, rotary_positions
+from fastpack.ops.row_count import RowsOfRanks
 from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
@@ -104,8 +105,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         run = sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
     elif runtime.context_parallel is not None and packed.shards is None:
         run = runtime.context_parallel.shard(arguments, packed, None if entered is None else entered.ids)
-    if not torch.compiler.is_compiling():
-        run = with_rows_of_ranks(run, watch.experts)
+    if watch.experts and watch.experts[0].may_be_spread and not torch.compiler.is_compiling():
+        run = replace(run, rows_of_ranks=RowsOfRanks(run.run_tokens))
     kept = run.kept
     ids, embeddings = _embedded(backbone, arguments, packed, shared_row=run.shards is not None)
     as_tuple = wants_tuple(backbone, arguments)

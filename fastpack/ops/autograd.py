@@ -57,7 +57,10 @@ def is_last_pass() -> bool:
 
 
 def keeps_what_it_saves() -> bool:
-    """Return whether tensors that are saved now outlive the layer that runs, as they do without checkpointing."""
+    """Return whether a forward's saved tensors are kept until the backward, as they are without checkpointing.
+
+    In a backward, what is recomputed then saves tensors for a moment: a layer, or all that one checkpoint holds.
+    """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -76,7 +76,7 @@ def exchange(
 
 @dataclass(frozen=True, eq=False)
 class UnderWay:
-    """Rows or sums under way. The device may do other work meanwhile. It can be differentiated once.
+    """Rows or sums under way. The device may do other work meanwhile. Its gradients have no gradients.
 
     The exchange of the gradients starts in the backward of :meth:`wait`, and is waited for in that of the beginning.
 
@@ -112,9 +112,9 @@ class _Link:
     sums: bool
     under_way: tuple[Tensor, Any] | None = None
 
-    def start(self, x: Tensor, *, sums: bool) -> None:
+    def start(self, x: Tensor, *, backward: bool = False) -> None:
         alike = [self.own] * len(self.sizes)
-        if sums:
+        if self.sums != backward:
             self.under_way = exchange(x, self.sizes, alike, self.group, async_op=True)
         elif self.sizes == alike:
             rows = x.new_empty(sum(self.sizes), *x.shape[1:])
@@ -126,11 +126,11 @@ class _Link:
             copies = x.expand(len(self.sizes), *x.shape).flatten(0, 1)
             self.under_way = exchange(copies, alike, self.sizes, self.group, async_op=True)
 
-    def finish(self, *, sums: bool) -> Tensor:
-        assert self.under_way is not None, "it can be differentiated once, and waited for once"
+    def finish(self, *, backward: bool = False) -> Tensor:
+        assert self.under_way is not None, "nothing was started"
         (rows, work), self.under_way = self.under_way, None
         work.wait()
-        return rows.unflatten(0, (len(self.sizes), self.own)).sum(0) if sums else rows
+        return rows.unflatten(0, (len(self.sizes), self.own)).sum(0) if self.sums != backward else rows
 
 
 def _begin(x: Tensor, link: _Link) -> UnderWay:
@@ -143,13 +143,13 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
-        link.start(x, sums=link.sums)
+        link.start(x)
         return without_memory(x, x.shape)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.link.finish(sums=not ctx.link.sums), None
+        return ctx.link.finish(backward=True), None
 
 
 class _End(torch.autograd.Function):
@@ -158,10 +158,10 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, link: _Link) -> Tensor:
         ctx.link, ctx.shape = link, stand_in.shape
-        return link.finish(sums=link.sums)
+        return link.finish()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.link.start(grad, sums=not ctx.link.sums)
+        ctx.link.start(grad, backward=True)
         return without_memory(grad, ctx.shape), None

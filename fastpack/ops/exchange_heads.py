@@ -1,12 +1,13 @@
 """Exchange this rank's tokens of all heads for all tokens of this rank's heads, between the ranks of a group, and back.
 
-Each way is the gradient of the other. What is sent is copied once, into one buffer, and so is what comes back.
+Each way is the gradient of the other. Heads go into one buffer, with one copy, and so come tokens out of one.
 
 Shape suffixes: T tokens of all ranks, t of them on this rank, G ranks, H heads, h = H / G of one rank, D head size.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ def to_heads(tensors: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
     """Return all tokens of this rank's heads, from this rank's tokens of all heads, in one exchange.
 
     Args:
-        tensors: each ``[t, H, D]``, of one dtype; H is a multiple of G.
+        tensors: each ``[t, H, D]``; H is a multiple of G. Dtypes are promoted to one.
         sizes: the tokens of each rank, G numbers that sum to T.
         group: the process group.
 
@@ -64,7 +65,7 @@ class _ToHeads(torch.autograd.Function):
         count = len(ranks.sizes)
         sides = [(x.shape[1] // count, x.shape[2]) for x in tensors]
         widths = [heads * size for heads, size in sides]
-        buffer = tensors[0].new_empty(count, ranks.own, sum(widths))
+        buffer = tensors[0].new_empty(count, ranks.own, sum(widths), dtype=_promoted(tensors))
         for x, part, side in zip(tensors, buffer.split(widths, 2), sides, strict=True):
             _copy(x.unflatten(1, (count, -1)).transpose(0, 1), part.unflatten(2, side))
         rows, _ = exchange(buffer.flatten(0, 1), [ranks.own] * count, ranks.sizes, ranks.group)
@@ -86,11 +87,11 @@ class _ToTokens(torch.autograd.Function):
         if len(tensors) == 1:
             buffer = tensors[0].flatten(1)
         else:
-            buffer = tensors[0].new_empty(len(tensors[0]), sum(widths))
+            buffer = tensors[0].new_empty(len(tensors[0]), sum(widths), dtype=_promoted(tensors))
             for x, part in zip(tensors, buffer.split(widths, 1), strict=True):
                 _copy(x, part.unflatten(1, x.shape[1:]))
         rows, _ = exchange(buffer, ranks.sizes, [ranks.own] * count, ranks.group)
-        outs = [x.new_empty(ranks.own, count * x.shape[1], x.shape[2]) for x in tensors]
+        outs = [rows.new_empty(ranks.own, count * x.shape[1], x.shape[2]) for x in tensors]
         for x, out, part in zip(tensors, outs, rows.unflatten(0, (count, ranks.own)).split(widths, 2), strict=True):
             _copy(part.unflatten(2, x.shape[1:]), out.unflatten(1, (count, -1)).transpose(0, 1))
         return tuple(outs)
@@ -100,9 +101,13 @@ class _ToTokens(torch.autograd.Function):
         return None, *_ToHeads.apply(ctx.ranks, *grads)
 
 
+def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+
+
 def _copy(x: Tensor, out: Tensor) -> None:
-    """Copy ``x`` to ``out``, of the same shape and dtype, in words if the last dimension of both consists of these."""
-    if _has_words(x) and _has_words(out):
+    """Copy ``x`` to ``out``, of the same shape, in words if the last dimension of both consists of these."""
+    if x.dtype == out.dtype and _has_words(x) and _has_words(out):
         x, out = x.view(WORD), out.view(WORD)
     out.copy_(x)
 

@@ -79,21 +79,36 @@ class RowCount:
         return self.schedules[self.kinds[kind]]
 
 
+@dataclass(eq=False)
+class RowsOfRanks:
+    """The number of rows on each rank over which experts are spread, which the first block of experts asks for.
+
+    Each forward has one of its own, so that all ranks ask in the same block.
+
+    Attributes:
+        own: the number on this rank.
+        answer: the number on each, or None before it was asked for.
+    """
+
+    own: int
+    answer: tuple[int, ...] | None = None
+
+
 class RowScope(ThreadScope):
     """The numbers of rows in the layer that runs now, for modules inside that no keyword reaches.
 
     Attributes:
         count: the number of real rows, or None if all are real.
-        of_ranks: the number of rows on each rank over which experts are spread, or None if it is not known.
+        of_ranks: the numbers of rows on each rank, or None if each block of experts is to ask for them.
     """
 
     def __init__(self) -> None:
         """Set up without numbers, once in each thread."""
         self.count: RowCount | None = None
-        self.of_ranks: tuple[int, ...] | None = None
+        self.of_ranks: RowsOfRanks | None = None
 
     @contextmanager
-    def of(self, count: RowCount | None, of_ranks: tuple[int, ...] | None) -> Iterator[None]:
+    def of(self, count: RowCount | None, of_ranks: RowsOfRanks | None) -> Iterator[None]:
         """Keep these numbers while a part of a layer runs."""
         before = self.count, self.of_ranks
         self.count, self.of_ranks = count, of_ranks

@@ -32,7 +32,7 @@ from fastpack.packing.two_way import TwoWayBlocks
 from fastpack.utils.tensors import map_tensors, send
 
 if TYPE_CHECKING:
-    from fastpack.ops.row_count import RowCount
+    from fastpack.ops.row_count import RowCount, RowsOfRanks
 
 Value = TypeVar("Value")
 
@@ -98,8 +98,8 @@ class PackedSeqLens:
             all T tokens. All other attributes describe the whole batch.
         shards: the shares of the tokens that the ranks of a context-parallel group keep, if modules run on one share;
             not together with ``shared``.
-        rows_of_ranks: the number of tokens that modules run on, on each rank over which experts are spread; None if
-            experts are whole, or before the backbone has asked the ranks.
+        rows_of_ranks: the number of tokens that modules run on, on each rank, in this forward; None if no experts are
+            spread over ranks.
         row_count: the number of real tokens, as a tensor on the device; None outside of CUDA graphs. A graph is
             replayed with batches of other lengths. The tokens after the real ones begin as zeros, and matmuls may skip
             them.
@@ -123,7 +123,7 @@ class PackedSeqLens:
     two_way: TwoWayBlocks | None = None
     shared: SharedTokens | None = None
     shards: TokenShards | None = None
-    rows_of_ranks: tuple[int, ...] | None = None
+    rows_of_ranks: RowsOfRanks | None = None
     row_count: RowCount | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 

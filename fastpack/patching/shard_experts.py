@@ -27,6 +27,10 @@ def shard_experts(model: ModelT, mesh: DeviceMesh) -> ModelT:
     Every rank has batches of its own. Results and gradients are those of the whole model; the gradient of a stack is
     that of the mean of the ranks' losses, as DDP and FSDP2 take it for the other weights. Unpatched, torch raises.
 
+    In fast families with gradient checkpointing, the host waits for the device once a forward. Else it waits in each
+    block; without checkpointing also to keep no memory for rows that other ranks compute. All ranks run forwards of one
+    kind at once: none returns attentions or fills a cache while another doesn't.
+
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))  # doctest: +SKIP
         >>> fastpack.shard_experts(model, mesh)  # the same weights on each rank  # doctest: +SKIP

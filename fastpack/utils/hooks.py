@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 _CAPTURING = "transformers.utils.output_capturing"
 """The module of the hooks that transformers never removes once it has captured outputs."""
 _SHARDING = "torch.distributed.fsdp."
-"""The modules of FSDP2's hooks, which gather weights and hook gradients, whatever values a module returns."""
+"""The package of FSDP2's hooks, which gather weights and hook gradients, and read a result only to cast it."""
 
 
 def carries_hooks(module: nn.Module) -> bool:

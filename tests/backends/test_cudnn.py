@@ -124,6 +124,24 @@ def test_padding_may_be_the_sequence_after(
     assert (found["k"] <= bound["k"]) == zeros
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_nothing_comes_from_the_padding(
+    zeros: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even NaN, as it would if values were slices."""
+    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
+        monkeypatch.setattr(cudnn, name, value)
+    packed = PackedSeqLens.from_lengths([9, 16])
+    q, k, v = torch.randn(3, 25, 2, 8, dtype=DOUBLE)
+    want = cudnn.run(AttentionCall(q, k, v, packed, 0.3))[:9]
+    for x in (q, k, v):
+        x[9:] = torch.nan
+    if not zeros:
+        rows = cudnn._Alone.rows
+        monkeypatch.setattr(cudnn._Alone, "rows", lambda self, x, **_: rows(self, x))
+    assert torch.equal(cudnn.run(AttentionCall(q, k, v, packed, 0.3))[:9], want) == zeros
+
+
 @pytest.mark.parametrize("rounded", [True, False])
 def test_few_shapes(rounded: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for each shape would cost more than the step, so batches of any lengths must share them."""

@@ -25,6 +25,7 @@ from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts import across_ranks
 from fastpack.ops.experts.experts import experts
 from fastpack.ops.experts.layer import ExpertLinear
+from fastpack.ops.row_count import RowsOfRanks
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 EXPERTS = 4
@@ -59,7 +60,7 @@ def spread_step(
         fastpack.patch(model)
         checkpoint(model, checkpointing)
         outer = DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
-        run, ask = layer.experts, across_ranks.tokens_of_ranks
+        run, ask = layer.experts, across_ranks._ask
 
         def asks(tokens: int, *args: Any) -> Any:
             asked.append(tokens)
@@ -71,8 +72,7 @@ def spread_step(
 
         with (
             mock.patch.object(layer, "experts", watched),
-            mock.patch.object(layer, "tokens_of_ranks", asks),
-            mock.patch.object(across_ranks, "tokens_of_ranks", asks),
+            mock.patch.object(across_ranks, "_ask", asks),
             mock.patch.object(across_ranks, "begin_sums", begin),
             mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
         ):
@@ -162,7 +162,7 @@ def kept_by_a_checkpoint(*, keeps: bool) -> int:
         return experts(x, index, weights, *stacks, Gate("silu"), most_rows=most_rows)
 
     def block(x: Any) -> Any:
-        return across_ranks.experts_across_ranks(x, index, weights, run, place, [6] * place.ranks)
+        return across_ranks.experts_across_ranks(x, index, weights, run, place, RowsOfRanks(6, (6,) * place.ranks))
 
     finished = exchange._Link.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
@@ -183,13 +183,13 @@ def order_of_work() -> list[str]:
     """Return when exchanges start and are waited for, and experts run, in a forward and a backward in halves."""
     order: list[str] = []
 
-    def start(link: Any, x: Any, *, sums: bool) -> None:
-        order.append("start sums" if sums else "start")
-        started(link, x, sums=sums)
+    def start(link: Any, x: Any, *, backward: bool = False) -> None:
+        order.append("start sums" if link.sums != backward else "start")
+        started(link, x, backward=backward)
 
-    def finish(link: Any, *, sums: bool) -> Any:
+    def finish(link: Any, **kwargs: Any) -> Any:
         order.append("wait")
-        return finished(link, sums=sums)
+        return finished(link, **kwargs)
 
     class Begun:
         def __init__(self, x: Any) -> None:
@@ -213,10 +213,23 @@ def order_of_work() -> list[str]:
         mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0),
     ):
         index = torch.zeros(6, 2, dtype=torch.int64)
-        out = across_ranks.experts_across_ranks(x, index, weights, run, place, [6] * place.ranks)
+        out = across_ranks.experts_across_ranks(x, index, weights, run, place, RowsOfRanks(6, (6,) * place.ranks))
         order.append("backward")
         out.sum().backward()
     return order
+
+
+def asks_of_shards() -> int:
+    """Return how often ranks were asked in a step with FSDP2, whose shards look like spread experts before a layer."""
+    from torch.distributed.fsdp import fully_shard
+
+    asked: list[int] = []
+    model = fastpack.patch(build("qwen3_moe", None))
+    for block in (*model.model.layers, model):
+        fully_shard(block, mesh=mesh())
+    with mock.patch.object(across_ranks, "_ask", lambda tokens, *_: asked.append(tokens)):
+        step(model, Case("fsdp2"), make_sequences(VOCAB, LENGTHS))
+    return len(asked)
 
 
 def refused(family: str, experts: int) -> str:

@@ -35,11 +35,27 @@ from fastpack.layers import rope_tables
 from fastpack.layers.mixers import shares
 from fastpack.model import loss as loss_module
 from fastpack.ops.exchange import all_rows
-from fastpack.ops.exchange_heads import to_heads
+from fastpack.ops.exchange_heads import to_heads, to_tokens
 from fastpack.packing.shards import TokenShards
 
 LENGTHS = (7, 1, 19, 30, 18)
 """75 tokens: no number of ranks divides them, and every share ends within a sequence."""
+
+
+def mixed_dtypes(first: torch.dtype, second: torch.dtype, size: int) -> None:
+    """Exchange heads of two dtypes, which are promoted to one, and exchange them back."""
+    rank, sizes = dist.get_rank(), [5] * dist.get_world_size()
+    q, v = (torch.randn(5, heads, size).to(device(), dtype) for heads, dtype in ((4, first), (2, second)))
+    leaves = [x.requires_grad_() for x in (q, v)]
+    for x, heads in zip(leaves, to_heads(leaves, sizes, dist.group.WORLD), strict=True):
+        back = to_tokens(heads, sizes, rank, dist.group.WORLD)
+        assert back.dtype == torch.promote_types(first, second)
+        assert torch.equal(back, x.to(back.dtype))
+        back.sum().backward(retain_graph=True)
+    for x in leaves:
+        assert x.grad is not None
+        assert x.grad.dtype == x.dtype
+        assert bool((x.grad == 1).all())
 
 
 def mesh() -> Any:

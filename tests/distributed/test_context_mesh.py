@@ -24,6 +24,7 @@ from spread_work import (
     images_in_the_backbone,
     images_or_refused,
     left_alone,
+    mixed_dtypes,
     noise,
     refused,
     verify_refused,
@@ -274,3 +275,12 @@ def test_shares() -> None:
     assert share_sizes(8, 4) == (2, 2, 2, 2)
     with pytest.raises(fastpack.PackingError, match="a batch of 3 tokens can't be spread over the 4 ranks"):
         share_sizes(3, 4)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)],
+)
+def test_heads_of_two_dtypes(first: torch.dtype, second: torch.dtype, size: int, ranks: Ranks) -> None:
+    ranks.run(mixed_dtypes, first, second, size)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 from expert_models import FAMILIES
-from expert_ranks_work import both, kept_by_a_checkpoint, no_expert_here, order_of_work, refused, spread_step
+from expert_ranks_work import (
+    asks_of_shards,
+    both,
+    kept_by_a_checkpoint,
+    no_expert_here,
+    order_of_work,
+    refused,
+    spread_step,
+)
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
 from ranks import Ranks
 from tiny import tiny_model
@@ -73,6 +81,10 @@ def test_exchanges_are_under_way_while_experts_run(ranks: Ranks) -> None:
     backward += ["start sums"] + ["wait"] * 3  # of weights, too
     for order in ranks.run(order_of_work):
         assert order == [*forward, "backward", *backward]
+
+
+def test_sharded_experts_are_not_spread(ranks: Ranks) -> None:
+    assert ranks.run(asks_of_shards) == [0, 0]
 
 
 def test_what_ranks_cant_share(ranks: Ranks) -> None:

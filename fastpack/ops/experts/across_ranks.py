@@ -22,12 +22,16 @@ from fastpack.ops.autograd import keeps_what_it_saves
 from fastpack.ops.exchange import Group, all_rows, begin_all_rows, begin_sums
 from fastpack.ops.experts.experts import Unfinished
 from fastpack.ops.linear.operands import Lora
+from fastpack.ops.row_count import RowsOfRanks
 
 FEWEST_IN_HALVES = 8192
 """From so many tokens of all ranks on, these are exchanged in two parts. Parts are smaller matmuls, and each reads the
 weights that are quantised or trained."""
 PART = 2**15
 """Where there are more than two parts, each has at least so many tokens."""
+UNCOUNTED = 8
+"""The most ranks for which memory is taken as if all choices were of experts here: that many times what is needed, for
+one layer at a time."""
 
 
 class Run(Protocol):
@@ -68,12 +72,12 @@ class ExpertRanks:
 
 
 def experts_across_ranks(
-    x: Tensor, index: Tensor, weights: Tensor, run: Run, place: ExpertRanks, tokens: Sequence[int] | None = None
+    x: Tensor, index: Tensor, weights: Tensor, run: Run, place: ExpertRanks, of_ranks: RowsOfRanks | None = None
 ) -> Tensor:
     """Run each token through the experts that it chose, wherever they are; every rank calls this at once.
 
-    Where what the experts save is kept for the backward, the host waits for the device, to know how many rows that is.
-    Elsewhere memory is taken for all choices of the tokens that are here at a time.
+    Where what the experts save is kept for the backward, or ranks are many, the host waits for the device, to know how
+    many rows there are. Elsewhere memory is taken as if all choices were of experts here.
 
     Args:
         x: ``[T, H]``.
@@ -81,13 +85,16 @@ def experts_across_ranks(
         weights: ``[T, K]`` of any float dtype.
         run: runs this rank's experts.
         place: where the experts are.
-        tokens: how many tokens each rank has, G numbers; None asks the ranks, and the host waits for the device.
+        of_ranks: how many tokens each rank has, which the first block asks for, or None for a block that asks for
+            itself. The host waits for the answer.
 
     Returns:
         ``[T, H]`` in x's dtype.
     """
-    if tokens is None:
-        tokens = tokens_of_ranks(len(index), x.device, place)
+    of_ranks = RowsOfRanks(len(index)) if of_ranks is None else of_ranks
+    if of_ranks.answer is None:
+        of_ranks.answer = _ask(len(index), x.device, place)
+    tokens = of_ranks.answer
     parts, group = _parts(tokens), place.group
     small = [begin_all_rows(y, tokens, group) for y in (weights, index)]
     coming = [
@@ -110,7 +117,8 @@ def _begin(run: Run, x: Tensor, index: Tensor, weights: Tensor, place: ExpertRan
     """Run this rank's experts on what came."""
     local = index - place.rank * place.own
     here = (local >= 0) & (local < place.own)
-    most_rows = int(here.sum()) if keeps_what_it_saves() else None
+    counts = place.ranks > UNCOUNTED or keeps_what_it_saves()
+    most_rows = int(here.sum()) if counts else None
     return run(x, local.where(here, place.own).int(), weights, most_rows=most_rows)
 
 
@@ -122,8 +130,8 @@ def _of_parts(rows: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.cat(pieces[first :: len(parts)]) for first in range(len(parts))]
 
 
-def tokens_of_ranks(tokens: int, device: torch.device, place: ExpertRanks) -> tuple[int, ...]:
-    """Return how many tokens each rank has; every rank calls this at once, and the host waits for the device."""
+def _ask(tokens: int, device: torch.device, place: ExpertRanks) -> tuple[int, ...]:
+    """Return how many tokens each rank has."""
     own = torch.full((1,), tokens, device=device)
     return tuple(all_rows(own, [1] * place.ranks, place.group).tolist())
 
