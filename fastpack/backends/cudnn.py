@@ -127,8 +127,10 @@ class _Alone:
         end = self.begin + (self.tokens if zeros else self.length)
         row = x[self.begin : end if end <= len(x) else self.begin + self.tokens]
         if len(row) < self.length:
-            # with the strides of a slice, since these are part of a plan's key
-            padded = x.new_empty_strided((self.length, *x.shape[1:]), x.stride())
+            # with the steps of a slice, since these are part of a plan's key
+            heads, size = x.shape[1:]
+            step = x.stride(0) if x.stride()[1:] == (size, 1) else 0
+            padded = x.new_empty(self.length, max(step, heads * size))[:, : heads * size].unflatten(1, (heads, size))
             padded[: self.tokens] = row
             padded[self.tokens :] = 0
             row = padded

@@ -124,6 +124,21 @@ def test_padding_may_be_the_sequence_after(
     assert (found["k"] <= bound["k"]) == zeros
 
 
+def test_gradients_that_are_expanded(shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied rows have the steps of slices, but not of a gradient whose elements are one."""
+    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
+        monkeypatch.setattr(cudnn, name, value)
+    wide = torch.randn(25, 3 * 16, dtype=DOUBLE)
+    call = AttentionCall(*(x.unflatten(1, (2, 8)) for x in wide.split(16, 1)), PackedSeqLens.from_lengths([16, 9]), 0.3)
+    first, last = cudnn._group(call.packed, call.q.device)
+    assert first.rows(call.q).stride()[2:] == last.rows(call.q).stride()[2:] == (48, 1)
+    gradients = []
+    for grad in (torch.ones(25, 2, 8, dtype=DOUBLE), torch.ones((), dtype=DOUBLE).expand(25, 2, 8)):
+        leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        gradients.append(torch.autograd.grad(cudnn.run(call.with_qkv(*leaves)), leaves, grad))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 def test_nothing_comes_from_the_padding(
     zeros: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
