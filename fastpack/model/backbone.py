@@ -105,7 +105,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         run = sharing.serve(backbone, arguments, packed, entered, runtime.handover.images)
     elif runtime.context_parallel is not None and packed.shards is None:
         run = runtime.context_parallel.shard(arguments, packed, None if entered is None else entered.ids)
-    if watch.experts and watch.experts[0].may_be_spread and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and watch.experts and watch.experts[0].may_be_spread:
         run = replace(run, rows_of_ranks=RowsOfRanks(run.run_tokens))
     kept = run.kept
     ids, embeddings = _embedded(backbone, arguments, packed, shared_row=run.shards is not None)
