@@ -124,16 +124,16 @@ class _Alone:
         A sequence that fills its row is a slice, and is not copied. Nor is one whose padding may be the tokens after
         it, and need not be ``zeros``, if there are so many.
         """
-        end = self.begin + (self.tokens if zeros else self.length)
-        row = x[self.begin : end if end <= len(x) else self.begin + self.tokens]
-        if len(row) < self.length:
+        end = self.begin + self.length
+        if end <= len(x) and (self.tokens == self.length or not zeros):
+            row = x[self.begin : end]
+        else:
             # with the steps of a slice, since these are part of a plan's key
             heads, size = x.shape[1:]
             step = x.stride(0) if x.stride()[1:] == (size, 1) else 0
-            padded = x.new_empty(self.length, max(step, heads * size))[:, : heads * size].unflatten(1, (heads, size))
-            padded[: self.tokens] = row
-            padded[self.tokens :] = 0
-            row = padded
+            row = x.new_empty(self.length, max(step, heads * size))[:, : heads * size].unflatten(1, (heads, size))
+            row[: self.tokens] = x[self.begin : self.begin + self.tokens]
+            row[self.tokens :] = 0
         return row[None].transpose(1, 2)
 
     def put(self, rows: Tensor, x: Tensor | None, total: int) -> Tensor:

@@ -263,14 +263,12 @@ def main() -> None:
         parser.error("launch it with torchrun, which starts the ranks")
     for package in ("torch", "transformers"):
         warnings.filterwarnings("ignore", module=package)
-    timeout = timedelta(hours=1)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", dist.get_node_local_rank())
+    device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
+    backend, timeout = "nccl" if on_gpu else "gloo", timedelta(hours=1)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if on_gpu else None)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     console = Console(width=room_for(140), quiet=dist.get_rank() > 0)
     results = []

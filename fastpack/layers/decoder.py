@@ -22,7 +22,7 @@ from fastpack.layers.project import call_on_row, fast_forward, project_modules
 from fastpack.layers.read_projection import linear_sizes
 from fastpack.layers.runtime import Runtime
 from fastpack.offload import ACTIVATION_SLOT
-from fastpack.ops.autograd import as_row
+from fastpack.ops.autograd import as_row, checkpoint_hook
 from fastpack.ops.linear.gated_mlp import bytes_per_token
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -96,12 +96,7 @@ def _is_run_again(layer: LayerLike) -> bool:
         return False  # the hooks run again, too, and read the result
     if torch._C._len_torch_dispatch_stack():
         return False  # selective checkpointing looks up every operation
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return False
-    pack = hooks[0]
-    name: str = getattr(pack, "__qualname__", "")
-    return getattr(pack, "__module__", "") == "torch.utils.checkpoint" and name.startswith("_recomputation_hook.")
+    return checkpoint_hook().startswith("_recomputation_hook.")
 
 
 def _run(

@@ -63,8 +63,15 @@ def keeps_what_it_saves() -> bool:
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
+    return not checkpoint_hook()
+
+
+def checkpoint_hook() -> str:
+    """Return the qualified name of the innermost saved-tensor hook if it is torch's checkpointing's, else nothing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return ""
+    return str(getattr(hooks[0], "__qualname__", ""))
 
 
 def without_memory(x: Tensor, shape: tuple[int, ...]) -> Tensor:

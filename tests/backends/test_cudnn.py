@@ -59,6 +59,19 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return ran
 
 
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sequences of eight tokens be long ones, alone in their rows."""
+    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
+        monkeypatch.setattr(cudnn, name, value)
+
+
+def never_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no row of a long sequence have zeros as padding if there are tokens after it."""
+    rows = cudnn._Alone.rows
+    monkeypatch.setattr(cudnn._Alone, "rows", lambda self, x, **_: rows(self, x))
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("lengths", ["mixed", "long", "alone", "ones"])
 @pytest.mark.parametrize("groups", [1, 4])
@@ -101,13 +114,10 @@ def test_sequences_are_rows_of_few_lengths(shapes: list[tuple[int, ...]], monkey
     assert alone.rows(q.detach()).untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
 
 
+@pytest.mark.usefixtures("shapes", "short_rows")
 @pytest.mark.parametrize("zeros", [True, False])
-def test_padding_may_be_the_sequence_after(
-    zeros: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_may_be_the_sequence_after(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such rows are slices; only the gradient of the padding's queries must be zero, which the control shows."""
-    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
-        monkeypatch.setattr(cudnn, name, value)
     case = Case(lengths="mixed")
     call = case.make(DOUBLE)
     groups = cudnn._group(call.packed, call.q.device)
@@ -116,18 +126,16 @@ def test_padding_may_be_the_sequence_after(
     ]
     assert any(slices)
     if not zeros:
-        rows = cudnn._Alone.rows
-        monkeypatch.setattr(cudnn._Alone, "rows", lambda self, x, **_: rows(self, x))
+        never_zeros(monkeypatch)
         monkeypatch.setattr(cudnn, "kernel_backward", gradients_of_formula)
     found = errors(measure(cudnn.run, call), truth_of(case, "cpu"))
     bound = bounds(case, DOUBLE, "cpu")
     assert (found["k"] <= bound["k"]) == zeros
 
 
-def test_gradients_that_are_expanded(shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("shapes", "short_rows")
+def test_gradients_that_are_expanded() -> None:
     """Copied rows have the steps of slices, but not of a gradient whose elements are one."""
-    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
-        monkeypatch.setattr(cudnn, name, value)
     wide = torch.randn(25, 3 * 16, dtype=DOUBLE)
     call = AttentionCall(*(x.unflatten(1, (2, 8)) for x in wide.split(16, 1)), PackedSeqLens.from_lengths([16, 9]), 0.3)
     first, last = cudnn._group(call.packed, call.q.device)
@@ -139,21 +147,17 @@ def test_gradients_that_are_expanded(shapes: list[tuple[int, ...]], monkeypatch:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.usefixtures("shapes", "short_rows")
 @pytest.mark.parametrize("zeros", [True, False])
-def test_nothing_comes_from_the_padding(
-    zeros: bool, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_comes_from_the_padding(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even NaN, as it would if values were slices."""
-    for name, value in {"LONG": 8, "SHORTEST": 8, "STEPS": 4}.items():
-        monkeypatch.setattr(cudnn, name, value)
     packed = PackedSeqLens.from_lengths([9, 16])
     q, k, v = torch.randn(3, 25, 2, 8, dtype=DOUBLE)
     want = cudnn.run(AttentionCall(q, k, v, packed, 0.3))[:9]
     for x in (q, k, v):
         x[9:] = torch.nan
     if not zeros:
-        rows = cudnn._Alone.rows
-        monkeypatch.setattr(cudnn._Alone, "rows", lambda self, x, **_: rows(self, x))
+        never_zeros(monkeypatch)
     assert torch.equal(cudnn.run(AttentionCall(q, k, v, packed, 0.3))[:9], want) == zeros
 
 

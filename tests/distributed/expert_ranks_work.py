@@ -39,7 +39,7 @@ def build(family: str, lora: str | None) -> Any:
 
 
 def spread_step(
-    family: str, lora: str | None, *, checkpointing: str | None = None, halves: bool = False
+    family: str, lora: str | None, *, checkpointing: str | None = None, halves: bool = False, uncounted: int = 8
 ) -> dict[str, Any]:
     """Return the errors of a step in DDP, the choices of experts here in each call, and how often ranks were asked.
 
@@ -73,6 +73,7 @@ def spread_step(
         with (
             mock.patch.object(layer, "experts", watched),
             mock.patch.object(across_ranks, "_ask", asks),
+            mock.patch.object(across_ranks, "UNCOUNTED", uncounted),
             mock.patch.object(across_ranks, "begin_sums", begin),
             mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
         ):

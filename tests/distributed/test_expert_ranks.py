@@ -39,6 +39,13 @@ def test_a_step_is_that_of_one_process(
         assert result["asked"] == 1, "once in a forward, not in each layer"
 
 
+def test_over_many_ranks_rows_are_counted(ranks: Ranks) -> None:
+    """In every pass, since memory for all choices would be many times what is needed."""
+    for result in ranks.run(spread_step, "qwen3_moe", None, checkpointing="non-reentrant", uncounted=1):
+        assert len(result["choices"]) == 4
+        assert None not in result["choices"]
+
+
 def test_four_ranks(four: Ranks) -> None:
     """Each has one of the four experts, and sequences of other lengths."""
     bound = FLOAT32_BOUND if four.backend == "gloo" else GPU_FLOAT32_BOUND

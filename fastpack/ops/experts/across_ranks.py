@@ -28,7 +28,7 @@ FEWEST_IN_HALVES = 8192
 """From so many tokens of all ranks on, these are exchanged in two parts. Parts are smaller matmuls, and each reads the
 weights that are quantised or trained."""
 PART = 2**15
-"""Where there are more than two parts, each has at least so many tokens."""
+"""The least number of tokens of all ranks in each part, if there are more than two."""
 UNCOUNTED = 8
 """The most ranks for which memory is taken as if all choices were of experts here: that many times what is needed, for
 one layer at a time."""
