@@ -44,16 +44,39 @@ def begin_all_rows(x: Tensor, sizes: Sequence[int], group: Group) -> UnderWay:
     return _begin(x, _Link([*sizes], len(x), group, sums=False))
 
 
-def begin_sums(y: Tensor, sizes: Sequence[int], rank: int, group: Group) -> UnderWay:
-    """Begin to add up, over the ranks, their rows for this one: ``[T, ...]`` to ``[t, ...]``; see :class:`UnderWay`.
+class Sums:
+    """Sums over the ranks of their rows for this one: ``[T, ...]`` to ``[t, ...]``, which begin later.
 
     Args:
-        y: rows for each rank, in order.
-        sizes: how many are for each rank, G numbers that sum to T.
+        sizes: how many rows are for each rank, G numbers that sum to T.
         rank: this rank's place.
-        group: the process group; every rank calls this at once, with the same dtype and trailing shape.
+        group: the process group.
     """
-    return _begin(y, _Link([*sizes], sizes[rank], group, sums=True))
+
+    def __init__(self, sizes: Sequence[int], rank: int, group: Group) -> None:
+        """Set up; nothing is sent."""
+        self._link = _Link([*sizes], sizes[rank], group, sums=True)
+
+    def await_gradient(self, stand_in: Tensor) -> Tensor:
+        """Return ``stand_in``, in whose backward the gradient of what :meth:`begin` gets is waited for.
+
+        Without this it is waited for in the backward of the beginning. Autograd runs last what was recorded first: with
+        several sums, it would wait for all before the backward of what was recorded between this and the beginnings.
+
+        Args:
+            stand_in: ``[T, ...]``, stands in autograd's graph for what only functions that pass their gradient on
+                make the beginning's input of.
+        """
+        self._link.awaits = True
+        result: Tensor = _Await.apply(stand_in, self._link)
+        return result
+
+    def begin(self, y: Tensor) -> UnderWay:
+        """Begin to add up rows for each rank, in order; see :class:`UnderWay`.
+
+        Every rank calls this at once, with the same dtype and trailing shape.
+        """
+        return _begin(y, self._link)
 
 
 def exchange(
@@ -103,6 +126,7 @@ class _Link:
         own: t, those of this rank.
         group: the process group.
         sums: whether the forward returns sums, and the backward all rows; else the other way around.
+        awaits: whether another place than the beginning waits in the backward.
         under_way: the memory for what comes, and torch's handle, which holds memory, too; None before and after.
     """
 
@@ -110,6 +134,7 @@ class _Link:
     own: int
     group: Group
     sums: bool
+    awaits: bool = False
     under_way: tuple[Tensor, Any] | None = None
 
     def start(self, x: Tensor, *, backward: bool = False) -> None:
@@ -130,7 +155,10 @@ class _Link:
         assert self.under_way is not None, "nothing was started"
         (rows, work), self.under_way = self.under_way, None
         work.wait()
-        return rows.unflatten(0, (len(self.sizes), self.own)).sum(0) if self.sums != backward else rows
+        if self.sums == backward:
+            return rows
+        pieces = rows.unflatten(0, (len(self.sizes), self.own))
+        return pieces[0] + pieces[1] if len(pieces) == 2 else pieces.sum(0)  # the same, but torch's sum is slower
 
 
 def _begin(x: Tensor, link: _Link) -> UnderWay:
@@ -138,13 +166,27 @@ def _begin(x: Tensor, link: _Link) -> UnderWay:
 
 
 class _Begin(torch.autograd.Function):
-    """Start an exchange; in the backward, wait for that of the gradients."""
+    """Start an exchange; in the backward, wait for that of the gradients, or pass on a tensor that stands for them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: _Link) -> Tensor:
         ctx.link = link
         link.start(x)
         return without_memory(x, x.shape)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad if ctx.link.awaits else ctx.link.finish(backward=True), None
+
+
+class _Await(torch.autograd.Function):
+    """The identity; in the backward, wait for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, link: _Link) -> Tensor:
+        ctx.link = link
+        return stand_in.view_as(stand_in)
 
     @staticmethod
     @differentiable_once

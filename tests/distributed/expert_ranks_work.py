@@ -25,7 +25,7 @@ from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts import across_ranks
 from fastpack.ops.experts.experts import experts
 from fastpack.ops.experts.layer import ExpertLinear
-from fastpack.ops.row_count import RowsOfRanks
+from fastpack.ops.row_count import Ahead, RowsOfRanks
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 EXPERTS = 4
@@ -43,7 +43,8 @@ def spread_step(
 ) -> dict[str, Any]:
     """Return the errors of a step in DDP, the choices of experts here in each call, and how often ranks were asked.
 
-    Each rank has sequences of its own. In the control no sums come back.
+    And for what was sent ahead of a router, whether its block took it. Each rank has sequences of its own. In the
+    control no sums come back.
     """
     sequences = make_sequences(VOCAB, LENGTHS)
     expected = run_batch(build(family, lora), sequences, "padded right", num_items=trained_tokens(sequences))
@@ -51,8 +52,9 @@ def spread_step(
     case = Case("ddp", checkpointing=checkpointing)
     choices: list[int | None] = []
     asked: list[int] = []
+    taken: list[bool] = []
 
-    def once(begin: Any = across_ranks.begin_sums) -> float:
+    def once(sums: Any = exchange.Sums) -> float:
         model = build(family, lora)
         fastpack.shard_experts(model, mesh())
         names = [name for name, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
@@ -60,11 +62,16 @@ def spread_step(
         fastpack.patch(model)
         checkpoint(model, checkpointing)
         outer = DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
-        run, ask = layer.experts, across_ranks._ask
+        run, ask, take = layer.experts, across_ranks._ask, Ahead.take
 
         def asks(tokens: int, *args: Any) -> Any:
             asked.append(tokens)
             return ask(tokens, *args)
+
+        def takes(ahead: Ahead, x: Any) -> Any:
+            coming = take(ahead, x)
+            taken.append(bool(coming))
+            return coming
 
         def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
             choices.append(kwargs["most_rows"])
@@ -74,7 +81,8 @@ def spread_step(
             mock.patch.object(layer, "experts", watched),
             mock.patch.object(across_ranks, "_ask", asks),
             mock.patch.object(across_ranks, "UNCOUNTED", uncounted),
-            mock.patch.object(across_ranks, "begin_sums", begin),
+            mock.patch.object(across_ranks, "Sums", sums),
+            mock.patch.object(Ahead, "take", takes),
             mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
         ):
             loss = step(outer, case, sequences)
@@ -83,13 +91,13 @@ def spread_step(
         return off(Result([], loss, grads_of(model)), expected)
 
     error = once()
-    seen = {"choices": list(choices), "asked": len(asked)}
+    seen = {"choices": list(choices), "asked": len(asked), "taken": list(taken)}
 
-    def no_sums(sums: Any, *sizes: Any) -> Any:
-        return exchange_sums(sums * 0, *sizes)
+    class NoSums(exchange.Sums):
+        def begin(self, y: Any) -> exchange.UnderWay:
+            return super().begin(y * 0)
 
-    exchange_sums = across_ranks.begin_sums
-    return {"error": error, "control": once(no_sums), **seen}
+    return {"error": error, "control": once(NoSums), **seen}
 
 
 def both(family: str) -> float:
@@ -140,6 +148,56 @@ def no_expert_here(tokens: tuple[int, int], halves: bool, part: int) -> dict[str
     grads, truth = (torch.autograd.grad((y * y).sum(), (x, weights)) for y in (out, want))
     apart = [relative(a, b) if count else 0.0 for a, b in zip((out, *grads), (want, *truth), strict=True)]
     return {"apart": max(apart), "choices": sum(chosen), "calls": len(chosen)}
+
+
+def sent_ahead(what: str) -> dict[str, Any]:
+    """Return the error of a block for which rows were sent ahead, and whether it took them.
+
+    Args:
+        what: ``same`` rows, or what happens to them in between: ``changed`` in place, others of ``other memory``, or
+            ``without gradient``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    place = across_ranks.ExpertRanks(ranks, rank, dist.group.WORLD, 2)
+    stacks = [torch.randn(2 * ranks, *sides, generator=generator) for sides in ((16, 8), (8, 8))]
+    rows, weights = torch.randn(6, 8, generator=generator), torch.rand(6, 2, generator=generator)
+    index = torch.tensor([[0, 2 * ranks - 1]] * 6)
+    leaf = rows.clone().requires_grad_()
+    x = leaf * 1
+    of_ranks = RowsOfRanks(6, (6,) * ranks)
+
+    def run(x: Any, index: Any, weights: Any, *, most_rows: Any, first: int = 2 * rank, few: int = 2) -> Any:
+        inner, down = (ExpertLinear(stack[first : first + few]) for stack in stacks)
+        return experts(x, index, weights, inner, down, Gate("silu"), most_rows=most_rows)
+
+    with mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0):
+        across_ranks.send_ahead(x, place, of_ranks)
+        ahead = of_ranks.ahead
+        assert ahead is not None
+        if what == "changed":
+            x.mul_(2)
+        elif what == "other memory":
+            x = x * 2
+        elif what == "without gradient":
+            x = x.detach()
+        sent: list[int] = []
+        begin = across_ranks.begin_all_rows
+
+        def begins(rows: Any, *args: Any) -> Any:
+            sent.append(len(rows))
+            return begin(rows, *args)
+
+        with mock.patch.object(across_ranks, "begin_all_rows", begins):
+            out = across_ranks.experts_across_ranks(x, index, weights, run, place, of_ranks)
+    assert of_ranks.ahead is None
+    want = run(x, index, weights, most_rows=12, first=0, few=2 * ranks).finish()
+    error = relative(out, want)
+    if x.requires_grad:
+        grads = [torch.autograd.grad((y * y).sum(), leaf, retain_graph=True)[0] for y in (out, want)]
+        error = max(error, relative(*grads))
+    assert out.requires_grad == want.requires_grad
+    return {"error": error, "sent": sent}
 
 
 def kept_by_a_checkpoint(*, keeps: bool) -> int:
@@ -197,6 +255,10 @@ def order_of_work() -> list[str]:
             order.append("experts")
             self.x = x.clone()
             self.x.register_hook(lambda grad: order.append("gradients of experts"))
+
+        def through(self, function: Any) -> Any:
+            self.x = function(self.x)
+            return self
 
         def finish(self) -> Any:
             order.append("last matmul")

@@ -11,6 +11,7 @@ from expert_ranks_work import (
     no_expert_here,
     order_of_work,
     refused,
+    sent_ahead,
     spread_step,
 )
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
@@ -37,6 +38,7 @@ def test_a_step_is_that_of_one_process(
         known = [choices is not None for choices in result["choices"]]
         assert all(known) if checkpointing is None else not any(known), "counted where rows are kept, and only there"
         assert result["asked"] == 1, "once in a forward, not in each layer"
+        assert result["taken"] == [True] * (1 if checkpointing is None else 3), "the first block asks; all others know"
 
 
 def test_over_many_ranks_rows_are_counted(ranks: Ranks) -> None:
@@ -84,10 +86,20 @@ def test_exchanges_are_under_way_while_experts_run(ranks: Ranks) -> None:
         pytest.skip("ON A CPU: the order is what matters")
     forward = ["start"] * 4 + ["wait"] * 2  # weights and choices, and halves of the tokens
     forward += ["wait", "experts"] * 2 + ["last matmul", "start sums"] * 2 + ["wait"] * 2
-    backward = ["start"] * 2 + ["wait"] * 2 + ["gradients of experts", "start sums"] * 2
+    backward = ["start"] * 2 + ["wait", "gradients of experts", "start sums"] * 2
     backward += ["start sums"] + ["wait"] * 3  # of weights, too
     for order in ranks.run(order_of_work):
         assert order == [*forward, "backward", *backward]
+
+
+@pytest.mark.parametrize("what", ["same", "changed", "other memory", "without gradient"])
+def test_rows_are_sent_while_the_router_runs(what: str, ranks: Ranks) -> None:
+    """Weights, choices and the second half follow; and the first half again, if the block gets other rows."""
+    if ranks.backend != "gloo":
+        pytest.skip("ON A CPU: what is sent is what matters")
+    for result in ranks.run(sent_ahead, what):
+        assert result["error"] <= 1e-6
+        assert result["sent"] == ([6, 6, 3] if what == "same" else [6, 6, 3, 3])
 
 
 def test_sharded_experts_are_not_spread(ranks: Ranks) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.autograd import keeps_what_it_saves
-from fastpack.ops.exchange import Group, all_rows, begin_all_rows, begin_sums
+from fastpack.ops.exchange import Group, Sums, all_rows, begin_all_rows
 from fastpack.ops.experts.experts import Unfinished
 from fastpack.ops.linear.operands import Lora
-from fastpack.ops.row_count import RowsOfRanks
+from fastpack.ops.row_count import Ahead, RowsOfRanks
 
 FEWEST_IN_HALVES = 8192
 """From so many tokens of all ranks on, these are exchanged in two parts. Parts are smaller matmuls, and each reads the
@@ -40,7 +40,7 @@ class Run(Protocol):
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *, most_rows: int | None) -> Unfinished:
         """Run tokens ``[S, H]`` with choices and weights ``[S, K]``, as :func:`experts` does.
 
-        At most ``most_rows`` choices are of this rank's experts, if it is known; the others are e.
+        At most ``most_rows`` choices are of this rank's experts, if it is known; the others are negative, or e or more.
         """
 
 
@@ -96,30 +96,41 @@ def experts_across_ranks(
         of_ranks.answer = _ask(len(index), x.device, place)
     tokens = of_ranks.answer
     parts, group = _parts(tokens), place.group
+    ahead, of_ranks.ahead = of_ranks.ahead, None
+    coming = [] if ahead is None else ahead.take(x)
     small = [begin_all_rows(y, tokens, group) for y in (weights, index)]
-    coming = [
-        begin_all_rows(piece, part, group)
-        for part, piece in zip(parts, x.split([part[place.rank] for part in parts]), strict=True)
-    ]
+    pieces = zip(parts, x.split([part[place.rank] for part in parts]), strict=True)
+    coming += [begin_all_rows(piece, part, group) for part, piece in [*pieces][len(coming) :]]
     all_weights, all_index = (_of_parts(each.wait(), parts) for each in small)
     # All that the backward needs is saved before a block is finished, so that a recomputation ends there. What was read
     # is taken off its list, so that its memory is free for the next part.
+    sums = [Sums(part, place.rank, group) for part in parts]
     begun = [
-        _begin(run, coming.pop(0).wait(), part_index, part_weights, place)
-        for part_index, part_weights in zip(all_index, all_weights, strict=True)
+        _begin(run, coming.pop(0).wait(), part_index, part_weights, place).through(each.await_gradient)
+        for part_index, part_weights, each in zip(all_index, all_weights, sums, strict=True)
     ]
-    back = [begin_sums(begun.pop(0).finish(), part, place.rank, group) for part in parts]
-    sums = [each.wait() for each in back]
-    return sums[0] if len(sums) == 1 else torch.cat(sums)
+    back = [each.begin(begun.pop(0).finish()) for each in sums]
+    results = [each.wait() for each in back]
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def send_ahead(x: Tensor, place: ExpertRanks, of_ranks: RowsOfRanks) -> None:
+    """Begin to exchange tokens ``[T, H]`` that the next block is about to get, if all ranks' numbers are known.
+
+    So the exchange goes on while the router runs, and in the backward that of the gradients does. If the block gets
+    other tokens, these are exchanged anew.
+    """
+    if of_ranks.answer is not None and of_ranks.own == len(x) and not x.is_inference():
+        part = _parts(of_ranks.answer)[0]
+        of_ranks.ahead = Ahead(x, x._version, begin_all_rows(x[: part[place.rank]], part, place.group))
 
 
 def _begin(run: Run, x: Tensor, index: Tensor, weights: Tensor, place: ExpertRanks) -> Unfinished:
     """Run this rank's experts on what came."""
     local = index - place.rank * place.own
-    here = (local >= 0) & (local < place.own)
     counts = place.ranks > UNCOUNTED or keeps_what_it_saves()
-    most_rows = int(here.sum()) if counts else None
-    return run(x, local.where(here, place.own).int(), weights, most_rows=most_rows)
+    most_rows = int(((local >= 0) & (local < place.own)).sum()) if counts else None
+    return run(x, local, weights, most_rows=most_rows)
 
 
 def _of_parts(rows: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -22,6 +22,7 @@ Shape suffixes: T tokens, K choices of a token, E experts, R rows, at most T K, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ def experts(
 
     Args:
         x: ``[T, H]``.
-        index: ``[T, K]`` of int64 or int32, the chosen experts. A choice of E or more adds nothing.
+        index: ``[T, K]`` of int64 or int32, the chosen experts. A choice of E or more, or a negative one, adds nothing.
         weights: ``[T, K]`` of any float dtype.
         inner: the layer to gate and up.
         down: the last layer.
@@ -125,6 +126,10 @@ class Unfinished:
 
     stand_in: Tensor
     inputs: _LastInputs
+
+    def through(self, function: Callable[[Tensor], Tensor]) -> Unfinished:
+        """Return the block with a stand-in that went through a function; finishing passes its gradient on."""
+        return Unfinished(function(self.stand_in), self.inputs)
 
     def finish(self) -> Tensor:
         """Return the block's result ``[T, H]``."""

@@ -49,8 +49,8 @@ def gate_backward(
         overwrite: whether the gradient may be written over ``inner``.
 
     Returns:
-        The gradient of ``inner``, zero in rows of no expert, and that of the weights, ``[T, K]`` in float32 or wider:
-        ``<grad, a>``.
+        The gradient of ``inner``, and that of the weights, ``[T, K]`` in float32 or wider: ``<grad, a>``. The first is
+        zero in rows of no expert; kernels leave it undefined after those of one tile.
     """
     if routing.for_kernels:
         from fastpack.ops.kernels import expert_gate as kernels

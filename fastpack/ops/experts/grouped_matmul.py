@@ -66,7 +66,7 @@ def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor
 
     Args:
         x: ``[R, M]``.
-        y: ``[R, O]`` of x's dtype, finite in all rows, also those of no expert.
+        y: ``[R, O]`` of x's dtype, finite also in as many rows of no expert as a tile has.
         routing: the rows.
         out: the memory for the result, ``[E, M', O]`` of any dtype and strides, for the first M' columns of x.
 

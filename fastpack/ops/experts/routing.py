@@ -46,12 +46,12 @@ def route(
 
 
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:
-    """Return each row's token: ``x [T, H]`` to ``[R, H]``."""
+    """Return each row's token: ``x [T, H]`` to ``[R, H]``. Of rows of no expert, kernels write those of one tile."""
     if routing.for_kernels:
         from fastpack.ops.kernels import routing as kernels
 
         assert routing.rows is not None
-        return kernels.spread_rows(x, routing.rows, routing.choices, len(routing.order))
+        return kernels.spread_rows(x, routing.rows, routing.offsets, routing.choices, len(routing.order))
     return x[routing.order // routing.choices]
 
 

@@ -1,7 +1,7 @@
-"""Kernels of the gated units of experts. A program computes one row, in float32.
+"""Kernels of the gated units of experts. A program computes a few rows, one after the other, in float32.
 
-The definition is in :mod:`fastpack.ops.experts.gate`. In rows of no expert, whose inputs are undefined, results are
-zero.
+The definition is in :mod:`fastpack.ops.experts.gate`. Rows of no expert have undefined inputs. Results are zero in
+those that an outer product reads beside an expert's, and undefined after them.
 
 Shape suffixes: T tokens, K choices of a token, R rows, I width of the gate.
 """
@@ -19,10 +19,15 @@ from torch import Tensor
 from fastpack.ops.autograd import clamp_passes_its_limits
 from fastpack.ops.expert_operands import Gate, Routing
 from fastpack.ops.kernels.glu import activate_and_slope
-from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.routing import TILE_ROWS, rows_to_write
 
 BLOCK = 1024
 """The most elements that a program computes at once."""
+RESIDENT = 16
+"""The programs of a multiprocessor that run at once, at most."""
+EACH = 8
+"""The most rows of a program. Where other ranks have most of the experts, most programs have no row to compute."""
 
 
 @triton.jit
@@ -76,62 +81,67 @@ def _factors(gate, up, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.con
     return value, slope, up + offset, slope_of_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "each"])
 def _forward_kernel(
-    inner, out, offsets, experts, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+    inner, out, offsets, experts, rows, each, alpha, limit, offset, KIND: tl.constexpr, COLUMNS: tl.constexpr,
     LIMITED: tl.constexpr, AFTER: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    filled = tl.where(row < tl.load(offsets + experts - 1), WIDTH, 0)
-    for start in range(0, WIDTH, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mask = at < filled
-        gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
-        value, _, factor, _ = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER, EDGES)
-        product = tl.where(mask, value * factor, 0.0)
-        tl.store(out + row * WIDTH + at, product.to(out.dtype.element_ty), mask=at < WIDTH)
+    real, last = tl.load(offsets + experts - 1), rows_to_write(offsets, experts, rows, ROWS)
+    first = tl.program_id(0).to(tl.int64) * each
+    for row in range(first, tl.minimum(first + each, last)):
+        filled = tl.where(row < real, WIDTH, 0)
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            mask = at < filled
+            gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
+            value, _, factor, _ = _factors(gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER, EDGES)
+            product = tl.where(mask, value * factor, 0.0)
+            tl.store(out + row * WIDTH + at, product.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "each"])
 def _backward_kernel(
-    grad, inner, of_inner, weights, of_weights, order, offsets, experts, alpha, limit, offset, KIND: tl.constexpr,
-    COLUMNS: tl.constexpr, LIMITED: tl.constexpr, AFTER: tl.constexpr, EDGES: tl.constexpr, WIDTH: tl.constexpr,
-    INNER: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    grad, inner, of_inner, weights, of_weights, order, offsets, experts, rows, each, alpha, limit, offset,
+    KIND: tl.constexpr, COLUMNS: tl.constexpr, LIMITED: tl.constexpr, AFTER: tl.constexpr, EDGES: tl.constexpr,
+    WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    filled = tl.where(row < tl.load(offsets + experts - 1), WIDTH, 0)
-    slot = tl.load(order + row)
-    weight = tl.load(weights + slot).to(tl.float32)
-    product = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, WIDTH, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        exists = at < WIDTH
-        mask = at < filled
-        gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
-        value, slope, factor, slope_of_up = _factors(
-            gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER, EDGES
-        )
-        g = tl.load(grad + row * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
-        product += g * value * factor
-        g *= weight
-        of_gate, of_up = g * factor * slope, g * value * slope_of_up
-        target = of_inner + row * INNER
-        element = of_inner.dtype.element_ty
-        if COLUMNS == "interleaved":
-            both = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
-            pairs = 2 * start + tl.arange(0, 2 * BLOCK)
-            tl.store(target + pairs, tl.where(pairs < 2 * filled, both, 0.0).to(element), mask=pairs < 2 * WIDTH)
-        else:
-            tl.store(target + at, tl.where(mask, of_gate, 0.0).to(element), mask=exists)
-            if COLUMNS == "halves":
-                tl.store(target + WIDTH + at, tl.where(mask, of_up, 0.0).to(element), mask=exists)
-        if KEEP:
-            weighted = tl.where(mask, weight * value * factor, 0.0)
-            tl.store(grad + row * WIDTH + at, weighted.to(grad.dtype.element_ty), mask=exists)
-    tl.store(of_weights + slot, tl.sum(product, 0))
+    real, last = tl.load(offsets + experts - 1), rows_to_write(offsets, experts, rows, ROWS)
+    first = tl.program_id(0).to(tl.int64) * each
+    for row in range(first, tl.minimum(first + each, last)):
+        filled = tl.where(row < real, WIDTH, 0)
+        slot = tl.load(order + row)
+        weight = tl.load(weights + slot).to(tl.float32)
+        product = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            exists = at < WIDTH
+            mask = at < filled
+            gate, up = _load(inner + row * INNER, start, at, mask, filled, WIDTH, BLOCK, COLUMNS)
+            value, slope, factor, slope_of_up = _factors(
+                gate, up, alpha, limit, offset, KIND, COLUMNS, LIMITED, AFTER, EDGES
+            )
+            g = tl.load(grad + row * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
+            product += g * value * factor
+            g *= weight
+            of_gate, of_up = g * factor * slope, g * value * slope_of_up
+            target = of_inner + row * INNER
+            element = of_inner.dtype.element_ty
+            if COLUMNS == "interleaved":
+                both = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
+                pairs = 2 * start + tl.arange(0, 2 * BLOCK)
+                tl.store(target + pairs, tl.where(pairs < 2 * filled, both, 0.0).to(element), mask=pairs < 2 * WIDTH)
+            else:
+                tl.store(target + at, tl.where(mask, of_gate, 0.0).to(element), mask=exists)
+                if COLUMNS == "halves":
+                    tl.store(target + WIDTH + at, tl.where(mask, of_up, 0.0).to(element), mask=exists)
+            if KEEP:
+                weighted = tl.where(mask, weight * value * factor, 0.0)
+                tl.store(grad + row * WIDTH + at, weighted.to(grad.dtype.element_ty), mask=exists)
+        tl.store(of_weights + slot, tl.sum(product, 0))
 
 
 def _settings(gate: Gate, inner: int) -> dict[str, Any]:
@@ -145,8 +155,14 @@ def _settings(gate: Gate, inner: int) -> dict[str, Any]:
         "WIDTH": width,
         "INNER": inner,
         "BLOCK": min(BLOCK, triton.next_power_of_2(width)),
+        "ROWS": TILE_ROWS,
         "num_warps": 4,
     }
+
+
+def _rows_of_a_program(x: Tensor) -> int:
+    """Return how many rows a program computes: more than one only where there are enough to fill the device."""
+    return max(1, min(EACH, len(x) // (processors(x.device) * RESIDENT)))
 
 
 def forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
@@ -155,8 +171,9 @@ def forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
     out = inner.new_empty(rows, gate.width(columns))
     if rows:
         with on_device(inner):
-            _forward_kernel[(rows,)](
-                *(inner, out, routing.offsets, routing.experts, gate.alpha, gate.limit, gate.offset),
+            each = _rows_of_a_program(inner)
+            _forward_kernel[(triton.cdiv(rows, each),)](
+                *(inner, out, routing.offsets, routing.experts, rows, each, gate.alpha, gate.limit, gate.offset),
                 **_settings(gate, columns),
                 **early(inner),
             )
@@ -169,13 +186,13 @@ def backward(
     """Return both gradients as :func:`fastpack.ops.experts.gate.gate_backward` does, the first in ``of_inner``."""
     rows, columns = inner.shape
     weights = weights.contiguous()
-    make = torch.empty if rows == weights.numel() else torch.zeros
-    of_weights = make(weights.shape, dtype=torch.float32, device=weights.device)
+    of_weights = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
     if rows:
         with on_device(inner):
-            _backward_kernel[(rows,)](
+            each = _rows_of_a_program(inner)
+            _backward_kernel[(triton.cdiv(rows, each),)](
                 *(grad, inner, of_inner, weights, of_weights, routing.order, routing.offsets, routing.experts),
-                *(gate.alpha, gate.limit, gate.offset),
+                *(rows, each, gate.alpha, gate.limit, gate.offset),
                 **_settings(gate, columns),
                 KEEP=keep,
                 **early(inner),

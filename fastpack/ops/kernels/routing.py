@@ -143,11 +143,19 @@ def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Te
     return order, offsets, tiles, tile_count, rows
 
 
+@triton.jit
+def rows_to_write(offsets, experts, rows, ROWS: tl.constexpr):
+    """Return how many rows a pass over rows writes: those of experts, and as many more as an outer product reads."""
+    return tl.minimum(rows, tl.load(offsets + experts - 1) + ROWS)
+
+
 @triton.jit(do_not_specialize=["most"])
 def _spread_kernel(
-    x, rows, out, most, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x, rows, out, offsets, experts, most, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
+    most = rows_to_write(offsets, experts, most, ROWS)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * WIDTH + at, mask=at < WIDTH, other=0.0)
@@ -156,7 +164,7 @@ def _spread_kernel(
         tl.store(out + row * WIDTH + at, value, mask=at < tl.where(row < most, WIDTH, 0))
 
 
-def spread_rows(x: Tensor, rows: Tensor, choices: int, most: int) -> Tensor:
+def spread_rows(x: Tensor, rows: Tensor, offsets: Tensor, choices: int, most: int) -> Tensor:
     """Return ``x [T, H]`` at the token of each of the first ``most`` rows, ``[R, H]``.
 
     A program reads a token once and writes all of its rows. One that gathers a row reads each token K times, and large
@@ -169,7 +177,7 @@ def spread_rows(x: Tensor, rows: Tensor, choices: int, most: int) -> Tensor:
     if tokens:
         with on_device(x):
             _spread_kernel[(tokens, triton.cdiv(width, block))](
-                x, rows, out, most, choices, width, block, num_warps=4, **early(x)
+                x, rows, out, offsets, len(offsets), most, choices, width, block, TILE_ROWS, num_warps=4, **early(x)
             )
     return out
 
