@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fastpack.families.mixer_spec import MixerSpec
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, MlpSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
-from fastpack.layers.experts import send_ahead_to_experts
 from fastpack.layers.mixers.fast import run_fast
 from fastpack.layers.mixers.forward import fast_mixer
 from fastpack.layers.mlp import mlp_block, mlp_forward
@@ -153,10 +152,8 @@ def _run_mlp(
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     fast = fast_forward(mlp, mlp_forward)
     if fast is None:
-        rows = x[None] if norm is None else norm(x[None])
-        send_ahead_to_experts(mlp, rows, packed.rows_of_ranks)
         with runtime.rows.of(packed.row_count, packed.rows_of_ranks):
-            result = mlp(rows)
+            result = mlp(x[None] if norm is None else norm(x[None]))
         out = (result[0] if isinstance(result, tuple) else result).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
     mlp_spec = fast.spec

@@ -23,18 +23,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fastpack.errors import PatchError
 from fastpack.families.spec import ExpertsSpec
 from fastpack.layers.expert_ranks import own_part, ranks_of
-from fastpack.layers.project import fast_forward
 from fastpack.layers.read_projection import active_update, why_not_plain, wraps_parameter
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import reshaped
 from fastpack.ops.expert_operands import ExpertActivation, Gate
-from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks, send_ahead
+from fastpack.ops.experts.across_ranks import ExpertRanks, experts_across_ranks
 from fastpack.ops.experts.experts import experts
 from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.linear.operands import Lora, product_dtype
 from fastpack.ops.quantized_stack import QuantizedStack
-from fastpack.ops.row_count import RowsOfRanks
 from fastpack.utils.classes import is_upstreams, place_of, stock_class
 from fastpack.utils.compile import constant
 from fastpack.utils.hooks import carries_hooks, own_forward
@@ -135,19 +133,6 @@ def run_experts(
             )
         result = experts_across_ranks(x, index, weights, run, operands.ranks, of_ranks)
     return result if result.shape == hidden_states.shape else reshaped(result, tuple(hidden_states.shape))
-
-
-def send_ahead_to_experts(block: nn.Module, rows: Tensor, of_ranks: RowsOfRanks | None) -> None:
-    """Begin to exchange ``[..., H]``, if these are for a block with a router and experts that are spread over ranks."""
-    if of_ranks is None or of_ranks.answer is None:
-        return  # no experts are spread, or none have run yet
-    for child in block._modules.values():
-        patched = None if child is None else fast_forward(child, experts_forward)
-        if patched is not None:
-            ranks = ranks_of(innermost(patched.owner)._parameters.get(patched.spec.inner))
-            if ranks is not None:
-                send_ahead(rows.reshape(-1, rows.shape[-1]), ranks, of_ranks)
-            return
 
 
 @constant

@@ -64,10 +64,10 @@ class Sums:
         several sums, it would wait for all before the backward of what was recorded between this and the beginnings.
 
         Args:
-            stand_in: ``[T, ...]``, stands in autograd's graph for what only functions that pass their gradient on
-                make the beginning's input of.
+            stand_in: ``[T, ...]``. From the result, functions that return their gradient unread lead to the input of
+                :meth:`begin`.
         """
-        self._link.awaits = True
+        self._link.awaited_before = stand_in.requires_grad
         result: Tensor = _Await.apply(stand_in, self._link)
         return result
 
@@ -101,7 +101,8 @@ def exchange(
 class UnderWay:
     """Rows or sums under way. The device may do other work meanwhile. Its gradients have no gradients.
 
-    The exchange of the gradients starts in the backward of :meth:`wait`, and is waited for in that of the beginning.
+    The exchange of the gradients starts in the backward of :meth:`wait`, and is waited for in that of the beginning, or
+    of :meth:`Sums.await_gradient`.
 
     Attributes:
         sent: stands for what was sent in autograd's graph; it has no memory.
@@ -126,7 +127,7 @@ class _Link:
         own: t, those of this rank.
         group: the process group.
         sums: whether the forward returns sums, and the backward all rows; else the other way around.
-        awaits: whether another place than the beginning waits in the backward.
+        awaited_before: whether what was recorded before the beginning waits in the backward, and not the beginning.
         under_way: the memory for what comes, and torch's handle, which holds memory, too; None before and after.
     """
 
@@ -134,7 +135,7 @@ class _Link:
     own: int
     group: Group
     sums: bool
-    awaits: bool = False
+    awaited_before: bool = False
     under_way: tuple[Tensor, Any] | None = None
 
     def start(self, x: Tensor, *, backward: bool = False) -> None:
@@ -177,7 +178,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad if ctx.link.awaits else ctx.link.finish(backward=True), None
+        return grad if ctx.link.awaited_before else ctx.link.finish(backward=True), None
 
 
 class _Await(torch.autograd.Function):

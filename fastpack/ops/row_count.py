@@ -13,7 +13,6 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from fastpack.ops.exchange import UnderWay
 from fastpack.ops.tile_schedule import BLOCK_BELOW, schedule
 from fastpack.utils.thread_scope import ThreadScope
 
@@ -80,45 +79,21 @@ class RowCount:
         return self.schedules[self.kinds[kind]]
 
 
-@dataclass(frozen=True, eq=False)
-class Ahead:
-    """The first rows of what a block of experts is about to get, under way to all ranks while its router runs.
-
-    Attributes:
-        x: ``[T, H]``, the rows that the block is to get.
-        version: torch's version of them, which each operation in place changes.
-        under_way: the exchange.
-    """
-
-    x: Tensor
-    version: int
-    under_way: UnderWay
-
-    def take(self, x: Tensor) -> list[UnderWay]:
-        """Return the exchange if these rows, with their gradient, are those that were sent; else end it."""
-        ours = self.x
-        same = x.data_ptr() == ours.data_ptr() and x.shape == ours.shape and x.dtype == ours.dtype
-        if same and x._version == self.version and x.requires_grad == ours.requires_grad:
-            return [self.under_way]
-        self.under_way.wait()
-        return []
-
-
-@dataclass(eq=False)
 class RowsOfRanks:
     """The number of rows on each rank over which experts are spread, which the first block of experts asks for.
 
-    Each forward has one of its own, so that all ranks ask in the same block.
+    Each forward has one of its own, so that all ranks ask in the same block. It is no dataclass: FSDP2 copies those on
+    their way into a layer.
 
     Attributes:
         own: the number on this rank.
         answer: the number on each, or None before it was asked for.
-        ahead: what was sent before the next block runs, or None.
     """
 
-    own: int
-    answer: tuple[int, ...] | None = None
-    ahead: Ahead | None = None
+    def __init__(self, own: int, answer: tuple[int, ...] | None = None) -> None:
+        """Set up with the attributes."""
+        self.own = own
+        self.answer = answer
 
 
 class RowScope(ThreadScope):

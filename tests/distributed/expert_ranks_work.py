@@ -23,9 +23,10 @@ from fastpack.layers import experts as layer
 from fastpack.ops import exchange
 from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts import across_ranks
+from fastpack.ops.experts import experts as block
 from fastpack.ops.experts.experts import experts
 from fastpack.ops.experts.layer import ExpertLinear
-from fastpack.ops.row_count import Ahead, RowsOfRanks
+from fastpack.ops.row_count import RowsOfRanks
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 EXPERTS = 4
@@ -43,8 +44,7 @@ def spread_step(
 ) -> dict[str, Any]:
     """Return the errors of a step in DDP, the choices of experts here in each call, and how often ranks were asked.
 
-    And for what was sent ahead of a router, whether its block took it. Each rank has sequences of its own. In the
-    control no sums come back.
+    Each rank has sequences of its own. In the control no sums come back.
     """
     sequences = make_sequences(VOCAB, LENGTHS)
     expected = run_batch(build(family, lora), sequences, "padded right", num_items=trained_tokens(sequences))
@@ -52,7 +52,6 @@ def spread_step(
     case = Case("ddp", checkpointing=checkpointing)
     choices: list[int | None] = []
     asked: list[int] = []
-    taken: list[bool] = []
 
     def once(sums: Any = exchange.Sums) -> float:
         model = build(family, lora)
@@ -62,16 +61,11 @@ def spread_step(
         fastpack.patch(model)
         checkpoint(model, checkpointing)
         outer = DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
-        run, ask, take = layer.experts, across_ranks._ask, Ahead.take
+        run, ask = layer.experts, across_ranks._ask
 
         def asks(tokens: int, *args: Any) -> Any:
             asked.append(tokens)
             return ask(tokens, *args)
-
-        def takes(ahead: Ahead, x: Any) -> Any:
-            coming = take(ahead, x)
-            taken.append(bool(coming))
-            return coming
 
         def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
             choices.append(kwargs["most_rows"])
@@ -82,8 +76,7 @@ def spread_step(
             mock.patch.object(across_ranks, "_ask", asks),
             mock.patch.object(across_ranks, "UNCOUNTED", uncounted),
             mock.patch.object(across_ranks, "Sums", sums),
-            mock.patch.object(Ahead, "take", takes),
-            mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0 if halves else 2**30),
+            mock.patch.object(across_ranks, "FEWEST_IN_PARTS", 0 if halves else 2**30),
         ):
             loss = step(outer, case, sequences)
         here = {int(p.to_local().shape[0]) for p in model.parameters() if hasattr(p, "device_mesh")}
@@ -91,7 +84,7 @@ def spread_step(
         return off(Result([], loss, grads_of(model)), expected)
 
     error = once()
-    seen = {"choices": list(choices), "asked": len(asked), "taken": list(taken)}
+    seen = {"choices": list(choices), "asked": len(asked)}
 
     class NoSums(exchange.Sums):
         def begin(self, y: Any) -> exchange.UnderWay:
@@ -120,8 +113,8 @@ def no_expert_here(tokens: tuple[int, int], halves: bool, part: int) -> dict[str
 
     Args:
         tokens: how many the first and the second rank have. The last of a rank with several has a choice beyond all.
-        halves: whether halves are exchanged.
-        part: from twice so many tokens on there are more parts.
+        halves: whether they are exchanged in parts, of which there are two at least.
+        part: the number of tokens in a part between the first and the last.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)  # both ranks know all experts, so that each computes its truth
@@ -141,63 +134,13 @@ def no_expert_here(tokens: tuple[int, int], halves: bool, part: int) -> dict[str
         return experts(x, index, weights, inner, down, Gate("silu"), most_rows=most_rows)
 
     fewest = 0 if halves else 2**30
-    with mock.patch.object(across_ranks, "FEWEST_IN_HALVES", fewest), mock.patch.object(across_ranks, "PART", part):
+    with mock.patch.object(across_ranks, "FEWEST_IN_PARTS", fewest), mock.patch.object(across_ranks, "PART", part):
         out = across_ranks.experts_across_ranks(x, index, weights, run, place)
     chosen = seen[:]
     want = run(x, index, weights, most_rows=2 * count, first=0, few=2 * ranks).finish()
     grads, truth = (torch.autograd.grad((y * y).sum(), (x, weights)) for y in (out, want))
     apart = [relative(a, b) if count else 0.0 for a, b in zip((out, *grads), (want, *truth), strict=True)]
     return {"apart": max(apart), "choices": sum(chosen), "calls": len(chosen)}
-
-
-def sent_ahead(what: str) -> dict[str, Any]:
-    """Return the error of a block for which rows were sent ahead, and whether it took them.
-
-    Args:
-        what: ``same`` rows, or what happens to them in between: ``changed`` in place, others of ``other memory``, or
-            ``without gradient``.
-    """
-    generator = torch.Generator().manual_seed(0)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    place = across_ranks.ExpertRanks(ranks, rank, dist.group.WORLD, 2)
-    stacks = [torch.randn(2 * ranks, *sides, generator=generator) for sides in ((16, 8), (8, 8))]
-    rows, weights = torch.randn(6, 8, generator=generator), torch.rand(6, 2, generator=generator)
-    index = torch.tensor([[0, 2 * ranks - 1]] * 6)
-    leaf = rows.clone().requires_grad_()
-    x = leaf * 1
-    of_ranks = RowsOfRanks(6, (6,) * ranks)
-
-    def run(x: Any, index: Any, weights: Any, *, most_rows: Any, first: int = 2 * rank, few: int = 2) -> Any:
-        inner, down = (ExpertLinear(stack[first : first + few]) for stack in stacks)
-        return experts(x, index, weights, inner, down, Gate("silu"), most_rows=most_rows)
-
-    with mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0):
-        across_ranks.send_ahead(x, place, of_ranks)
-        ahead = of_ranks.ahead
-        assert ahead is not None
-        if what == "changed":
-            x.mul_(2)
-        elif what == "other memory":
-            x = x * 2
-        elif what == "without gradient":
-            x = x.detach()
-        sent: list[int] = []
-        begin = across_ranks.begin_all_rows
-
-        def begins(rows: Any, *args: Any) -> Any:
-            sent.append(len(rows))
-            return begin(rows, *args)
-
-        with mock.patch.object(across_ranks, "begin_all_rows", begins):
-            out = across_ranks.experts_across_ranks(x, index, weights, run, place, of_ranks)
-    assert of_ranks.ahead is None
-    want = run(x, index, weights, most_rows=12, first=0, few=2 * ranks).finish()
-    error = relative(out, want)
-    if x.requires_grad:
-        grads = [torch.autograd.grad((y * y).sum(), leaf, retain_graph=True)[0] for y in (out, want)]
-        error = max(error, relative(*grads))
-    assert out.requires_grad == want.requires_grad
-    return {"error": error, "sent": sent}
 
 
 def kept_by_a_checkpoint(*, keeps: bool) -> int:
@@ -227,7 +170,7 @@ def kept_by_a_checkpoint(*, keeps: bool) -> int:
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
     x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2)
     index = torch.tensor([[0, 2]] * 6)
-    with mock.patch.object(exchange._Link, "finish", finish), mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0):
+    with mock.patch.object(exchange._Link, "finish", finish), mock.patch.object(across_ranks, "FEWEST_IN_PARTS", 0):
         out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
         until = time.monotonic() + 1  # gloo's thread lets go of its own references a little later
         while (alive := sum(storage() is not None for storage in came)) and time.monotonic() < until:
@@ -250,30 +193,29 @@ def order_of_work() -> list[str]:
         order.append("wait")
         return finished(link, **kwargs)
 
-    class Begun:
-        def __init__(self, x: Any) -> None:
-            order.append("experts")
-            self.x = x.clone()
-            self.x.register_hook(lambda grad: order.append("gradients of experts"))
-
-        def through(self, function: Any) -> Any:
-            self.x = function(self.x)
-            return self
-
-        def finish(self) -> Any:
-            order.append("last matmul")
-            return self.x * 2
-
     def run(x: Any, index: Any, weights: Any, *, most_rows: int | None) -> Any:
-        return Begun(x * weights.sum(1, keepdim=True))
+        order.append("experts")
+        stacks = (ExpertLinear(torch.ones(2, *sides)) for sides in ((16, 8), (8, 8)))
+        return experts(x, index, weights, *stacks, Gate("silu"), most_rows=most_rows)
+
+    def backward(*args: Any) -> Any:
+        order.append("gradients of experts")
+        return gradients(*args)
+
+    def finish_experts(inputs: Any) -> Any:
+        order.append("last matmul")
+        return last(inputs)
 
     started, finished = exchange._Link.start, exchange._Link.finish
+    gradients, last = block._Experts.backward, block._LastInputs.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
     x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
     with (
         mock.patch.object(exchange._Link, "start", start),
         mock.patch.object(exchange._Link, "finish", finish),
-        mock.patch.object(across_ranks, "FEWEST_IN_HALVES", 0),
+        mock.patch.object(block._Experts, "backward", backward),
+        mock.patch.object(block._LastInputs, "finish", finish_experts),
+        mock.patch.object(across_ranks, "FEWEST_IN_PARTS", 0),
     ):
         index = torch.zeros(6, 2, dtype=torch.int64)
         out = across_ranks.experts_across_ranks(x, index, weights, run, place, RowsOfRanks(6, (6,) * place.ranks))
@@ -282,15 +224,30 @@ def order_of_work() -> list[str]:
     return order
 
 
-def asks_of_shards() -> int:
-    """Return how often ranks were asked in a step with FSDP2, whose shards look like spread experts before a layer."""
-    from torch.distributed.fsdp import fully_shard
+def asks_in_fsdp2(*, spread: bool) -> int:
+    """Return how often ranks are asked in a step with FSDP2 in bfloat16, which copies dataclasses on their way in.
+
+    Args:
+        spread: whether experts are spread; else FSDP2 shards them, and its shards look like spread ones before a layer.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     asked: list[int] = []
-    model = fastpack.patch(build("qwen3_moe", None))
-    for block in (*model.model.layers, model):
-        fully_shard(block, mesh=mesh())
-    with mock.patch.object(across_ranks, "_ask", lambda tokens, *_: asked.append(tokens)):
+    ask = across_ranks._ask
+
+    def asks(tokens: int, *args: Any) -> Any:
+        asked.append(tokens)
+        return ask(tokens, *args)
+
+    model = build("qwen3_moe", None)
+    if spread:
+        fastpack.shard_experts(model, mesh())
+    stacks = {parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")}
+    fastpack.patch(model)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh(), mp_policy=precision, ignored_params=stacks)
+    with mock.patch.object(across_ranks, "_ask", asks):
         step(model, Case("fsdp2"), make_sequences(VOCAB, LENGTHS))
     return len(asked)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,13 +23,14 @@ from fastpack.ops.autograd import keeps_what_it_saves
 from fastpack.ops.exchange import Group, Sums, all_rows, begin_all_rows
 from fastpack.ops.experts.experts import Unfinished
 from fastpack.ops.linear.operands import Lora
-from fastpack.ops.row_count import Ahead, RowsOfRanks
+from fastpack.ops.row_count import RowsOfRanks
 
-FEWEST_IN_HALVES = 8192
-"""From so many tokens of all ranks on, these are exchanged in two parts. Parts are smaller matmuls, and each reads the
+FEWEST_IN_PARTS = 8192
+"""From so many tokens of all ranks on, these are exchanged in parts. Parts are smaller matmuls, and each reads the
 weights that are quantised or trained."""
 PART = 2**15
-"""The least number of tokens of all ranks in each part, if there are more than two."""
+"""The number of tokens of all ranks in a part between the first and the last. These have half of it, since nothing runs
+beside the exchange of the first part's tokens, and of the last part's results."""
 UNCOUNTED = 8
 """The most ranks for which memory is taken as if all choices were of experts here: that many times what is needed, for
 one layer at a time."""
@@ -81,7 +83,8 @@ def experts_across_ranks(
 
     Args:
         x: ``[T, H]``.
-        index: int64 or int32 ``[T, K]``, the chosen experts of all E. A choice of E or more adds nothing.
+        index: int64 or int32 ``[T, K]``, the chosen experts of all E. A choice of E or more, or a negative one, adds
+            nothing.
         weights: ``[T, K]`` of any float dtype.
         run: runs this rank's experts.
         place: where the experts are.
@@ -96,11 +99,11 @@ def experts_across_ranks(
         of_ranks.answer = _ask(len(index), x.device, place)
     tokens = of_ranks.answer
     parts, group = _parts(tokens), place.group
-    ahead, of_ranks.ahead = of_ranks.ahead, None
-    coming = [] if ahead is None else ahead.take(x)
     small = [begin_all_rows(y, tokens, group) for y in (weights, index)]
-    pieces = zip(parts, x.split([part[place.rank] for part in parts]), strict=True)
-    coming += [begin_all_rows(piece, part, group) for part, piece in [*pieces][len(coming) :]]
+    coming = [
+        begin_all_rows(piece, part, group)
+        for part, piece in zip(parts, x.split([part[place.rank] for part in parts]), strict=True)
+    ]
     all_weights, all_index = (_of_parts(each.wait(), parts) for each in small)
     # All that the backward needs is saved before a block is finished, so that a recomputation ends there. What was read
     # is taken off its list, so that its memory is free for the next part.
@@ -112,17 +115,6 @@ def experts_across_ranks(
     back = [each.begin(begun.pop(0).finish()) for each in sums]
     results = [each.wait() for each in back]
     return results[0] if len(results) == 1 else torch.cat(results)
-
-
-def send_ahead(x: Tensor, place: ExpertRanks, of_ranks: RowsOfRanks) -> None:
-    """Begin to exchange tokens ``[T, H]`` that the next block is about to get, if all ranks' numbers are known.
-
-    So the exchange goes on while the router runs, and in the backward that of the gradients does. If the block gets
-    other tokens, these are exchanged anew.
-    """
-    if of_ranks.answer is not None and of_ranks.own == len(x) and not x.is_inference():
-        part = _parts(of_ranks.answer)[0]
-        of_ranks.ahead = Ahead(x, x._version, begin_all_rows(x[: part[place.rank]], part, place.group))
 
 
 def _begin(run: Run, x: Tensor, index: Tensor, weights: Tensor, place: ExpertRanks) -> Unfinished:
@@ -150,8 +142,11 @@ def _ask(tokens: int, device: torch.device, place: ExpertRanks) -> tuple[int, ..
 def _parts(tokens: Sequence[int]) -> list[list[int]]:
     """Return the tokens of each rank in each part."""
     total = sum(tokens)
-    parts = max(total // PART, 1 if total < FEWEST_IN_HALVES else 2)
-    return [[(count * (i + 1)) // parts - (count * i) // parts for count in tokens] for i in range(parts)]
+    if total < FEWEST_IN_PARTS:
+        return [[*tokens]]
+    whole = max(1, total // PART)
+    ends = [0, *range(1, 2 * whole, 2), 2 * whole]  # in half parts
+    return [[count * b // ends[-1] - count * a // ends[-1] for count in tokens] for a, b in pairwise(ends)]
 
 
 class _Scaled(torch.autograd.Function):

@@ -26,7 +26,10 @@ from fastpack.ops.glu import activate
 
 
 def gate_forward(inner: Tensor, gate: Gate, routing: Routing) -> Tensor:
-    """Return a ``[R, I]`` for the first matmul's result ``[R, 2 I]``, or ``[R, I]`` if columns are plain."""
+    """Return a ``[R, I]`` for the first matmul's result ``[R, 2 I]``, or ``[R, I]`` if columns are plain.
+
+    In rows of no expert it is finite; kernels define those of one tile.
+    """
     if routing.for_kernels:
         from fastpack.ops.kernels import expert_gate as kernels
 
@@ -49,8 +52,8 @@ def gate_backward(
         overwrite: whether the gradient may be written over ``inner``.
 
     Returns:
-        The gradient of ``inner``, and that of the weights, ``[T, K]`` in float32 or wider: ``<grad, a>``. The first is
-        zero in rows of no expert; kernels leave it undefined after those of one tile.
+        The gradient of ``inner``, and that of the weights, ``[T, K]`` in float32 or wider: ``<grad, a>``. The first and
+        what is kept are zero in rows of no expert; kernels define those of one tile.
     """
     if routing.for_kernels:
         from fastpack.ops.kernels import expert_gate as kernels

@@ -46,7 +46,7 @@ def route(
 
 
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:
-    """Return each row's token: ``x [T, H]`` to ``[R, H]``. Of rows of no expert, kernels write those of one tile."""
+    """Return each row's token: ``x [T, H]`` to ``[R, H]``. Of rows of no expert, kernels define those of one tile."""
     if routing.for_kernels:
         from fastpack.ops.kernels import routing as kernels
 

@@ -1,7 +1,7 @@
 """Kernels of the gated units of experts. A program computes a few rows, one after the other, in float32.
 
 The definition is in :mod:`fastpack.ops.experts.gate`. Rows of no expert have undefined inputs. Results are zero in
-those that an outer product reads beside an expert's, and undefined after them.
+those of one tile, see :func:`fastpack.ops.kernels.routing.rows_to_write`.
 
 Shape suffixes: T tokens, K choices of a token, R rows, I width of the gate.
 """

@@ -191,6 +191,7 @@ def grouped_outer(x: Tensor, y: Tensor, routing: Routing, out: Tensor) -> Tensor
         return out.zero_()
     tile = outer_tile(x, height, width)
     m, n, rows = tile["M"], tile["N"], tile["ROWS"]
+    assert rows <= TILE_ROWS, "after an expert's last row, no more than TILE_ROWS are written"
     grid = (triton.cdiv(height, m) * triton.cdiv(width, n), routing.experts)
     with on_device(x):
         _outer_kernel[grid](

@@ -145,7 +145,11 @@ def route(index: Tensor, experts: int, count: Tensor | None) -> tuple[Tensor, Te
 
 @triton.jit
 def rows_to_write(offsets, experts, rows, ROWS: tl.constexpr):
-    """Return how many rows a pass over rows writes: those of experts, and as many more as an outer product reads."""
+    """Return how many rows a pass over rows writes: those of experts, and one tile of others.
+
+    An outer product, which walks over rows in tiles, multiplies the rows after an expert's last one with zeros. So they
+    must be finite. All rows after that tile are undefined.
+    """
     return tl.minimum(rows, tl.load(offsets + experts - 1) + ROWS)
 
 
@@ -155,17 +159,17 @@ def _spread_kernel(
     ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
-    most = rows_to_write(offsets, experts, most, ROWS)
+    written = rows_to_write(offsets, experts, most, ROWS)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + token * WIDTH + at, mask=at < WIDTH, other=0.0)
     for choice in tl.static_range(CHOICES):
         row = tl.load(rows + token * CHOICES + choice).to(tl.int64)
-        tl.store(out + row * WIDTH + at, value, mask=at < tl.where(row < most, WIDTH, 0))
+        tl.store(out + row * WIDTH + at, value, mask=at < tl.where(row < written, WIDTH, 0))
 
 
 def spread_rows(x: Tensor, rows: Tensor, offsets: Tensor, choices: int, most: int) -> Tensor:
-    """Return ``x [T, H]`` at the token of each of the first ``most`` rows, ``[R, H]``.
+    """Return ``x [T, H]`` at the token of each of the first ``most`` rows, ``[R, H]``; see :func:`rows_to_write`.
 
     A program reads a token once and writes all of its rows. One that gathers a row reads each token K times, and large
     batches don't fit into the cache.

@@ -81,6 +81,25 @@ def test_every_routing_by_kernels(routing: str, device: str) -> None:
     assert worst(actual, run(by_token, case, values, index)) <= FLOAT32
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("unwritten_memory_is_not_finite")
+def test_more_rows_of_no_expert_than_a_tile_has(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after that tile are undefined. In the control all are, and outer products read some."""
+    from fastpack.ops.kernels import expert_gate
+    from fastpack.ops.kernels.routing import TILE_ROWS
+
+    case = Case(bias=True, routing="elsewhere", sizes=(60, 4, 3, 12, 8))
+    values, index = operands(case, dtype=torch.float32), choices(case)
+    elsewhere = index >= 3
+    assert elsewhere.sum() > TILE_ROWS
+    index[elsewhere] -= 9 * (index[elsewhere] % 2)  # half of these are negative
+    actual = run(op("triton"), case, values, index, torch.float32, device=device)
+    truth = run(by_token, case, values, index.where(~elsewhere, 3))
+    assert worst(actual, truth) <= FLOAT32
+    monkeypatch.setattr(expert_gate, "TILE_ROWS", 0)
+    assert not worst(run(op("triton"), case, values, index, torch.float32, device=device), truth) <= FLOAT32
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("spare", [0, 2])
 @pytest.mark.parametrize("device", DEVICES)
