@@ -29,7 +29,7 @@ def shard_experts(model: ModelT, mesh: DeviceMesh) -> ModelT:
 
     In fast families with gradient checkpointing, the host waits for the device once a forward. Else it waits in each
     block; without checkpointing also to keep no memory for rows that other ranks compute. All ranks run forwards of one
-    kind at once: none returns attentions or fills a cache while another doesn't.
+    kind at once, with the same hooks: none returns attentions or fills a cache while another doesn't.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))  # doctest: +SKIP
