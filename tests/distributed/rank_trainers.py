@@ -296,6 +296,19 @@ def streamed_to_transformers_trainer() -> tuple[str, str]:
     return "", "patched"
 
 
+def patched_after_torchs_context_parallelism() -> tuple[str, str]:
+    """Return what patching a trainer says that has set up torch's context parallelism, and its model's tier."""
+    with _as_launched():
+        spread = {**FSDP2, "parallelism_config": ParallelismConfig(cp_size=2)}
+        trainer = plain(Path(tempfile.mkdtemp()), texts(33), max_steps=1, **spread)
+        trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())
+        try:
+            fastpack.patch(trainer)
+        except fastpack.PatchError as error:
+            return str(error), fastpack.report(trainer).tier
+    return "", "patched"
+
+
 def refused_shards(what: str) -> str:
     """Return what :func:`fastpack.shard_base` says to a model: ``full``, ``experts``, or ``lora`` the second time."""
     model: Any = tiny_model("mixtral" if what == "experts" else "llama")
@@ -349,6 +362,7 @@ def _as_launched(*, alone: bool = False) -> Iterator[None]:
         stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     with mock.patch.dict(os.environ), mock.patch.object(state.AcceleratorState, "__init__", begin):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if alone else ():

@@ -15,6 +15,7 @@ from rank_trainers import (
     grpo_update,
     of_4_bits,
     part_of_a_run,
+    patched_after_torchs_context_parallelism,
     plain_trainer,
     refused_shards,
     streamed_to_transformers_trainer,
@@ -234,6 +235,14 @@ def test_streamed_batches(ranks: Ranks) -> None:
         assert_agree(result["logged"], stock, ranks)
     for said, tier in ranks.run(streamed_to_transformers_trainer):
         assert "deals the rows of a streamed data set to all ranks" in said
+        assert said.endswith("Nothing was changed.")
+        assert tier == "stock"
+
+
+def test_after_torchs_context_parallelism(ranks: Ranks) -> None:
+    """Torch has rerouted attention by then; TRL's precomputing of a reference prepares a model before it trains."""
+    for said, tier in ranks.run(patched_after_torchs_context_parallelism):
+        assert "has set up torch's context parallelism already. Patch before the first trainer.train()" in said
         assert said.endswith("Nothing was changed.")
         assert tier == "stock"
 
