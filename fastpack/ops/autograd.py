@@ -75,8 +75,12 @@ def checkpoint_hook() -> str:
 
 
 def without_memory(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of x's dtype and device that stands for another one in autograd's graph, and is never read."""
-    return x.new_empty((1,) * len(shape)).expand(shape)
+    """Return a tensor of x's dtype and device that stands for another one in autograd's graph.
+
+    Nothing reads it but anomaly detection, which looks for NaN in gradients.
+    """
+    make = x.new_zeros if torch.is_anomaly_enabled() else x.new_empty
+    return make((1,) * len(shape)).expand(shape)
 
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:

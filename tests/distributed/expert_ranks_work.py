@@ -143,6 +143,16 @@ def no_expert_here(tokens: tuple[int, int], halves: bool, part: int) -> dict[str
     return {"apart": max(apart), "choices": sum(chosen), "calls": len(chosen)}
 
 
+def watched_by_anomaly_detection() -> float:
+    """Return the errors if torch looks for NaN in every gradient, and new memory holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.autograd.detect_anomaly():
+            return float(no_expert_here((5, 5), True, 99)["apart"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def kept_by_a_checkpoint(*, keeps: bool) -> int:
     """Return how many of the tensors that came are alive after a checkpointed forward.
 

@@ -12,6 +12,7 @@ from expert_ranks_work import (
     order_of_work,
     refused,
     spread_step,
+    watched_by_anomaly_detection,
 )
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
 from ranks import Ranks
@@ -70,6 +71,13 @@ def test_ranks_without_tokens_or_experts(halves: bool, part: int, tokens: tuple[
         assert result["apart"] <= 1e-5
         assert result["choices"] == (real if rank == 0 else 0)
         assert result["calls"] == (max(1, sum(tokens) // part) + 1 if halves else 1)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_stands_for_gradients_is_no_anomaly(ranks: Ranks) -> None:
+    if ranks.backend != "gloo":
+        pytest.skip("ON A CPU: what is in new memory is what matters")
+    assert max(ranks.run(watched_by_anomaly_detection)) <= 1e-5
 
 
 def test_checkpoints_keep_nothing_that_came(ranks: Ranks) -> None:
