@@ -23,7 +23,7 @@ from fastpack.layers import experts as layer
 from fastpack.ops import exchange
 from fastpack.ops.expert_operands import Gate
 from fastpack.ops.experts import across_ranks
-from fastpack.ops.experts import experts as block
+from fastpack.ops.experts import experts as expert_block
 from fastpack.ops.experts.experts import experts
 from fastpack.ops.experts.layer import ExpertLinear
 from fastpack.ops.row_count import RowsOfRanks
@@ -51,7 +51,7 @@ def spread_step(
     expected = Result([], expected.loss, expected.grads)
     case = Case("ddp", checkpointing=checkpointing)
     choices: list[int | None] = []
-    asked: list[int] = []
+    asks = mock.Mock(wraps=across_ranks._ask)
 
     def once(sums: Any = exchange.Sums) -> float:
         model = build(family, lora)
@@ -61,11 +61,7 @@ def spread_step(
         fastpack.patch(model)
         checkpoint(model, checkpointing)
         outer = DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
-        run, ask = layer.experts, across_ranks._ask
-
-        def asks(tokens: int, *args: Any) -> Any:
-            asked.append(tokens)
-            return ask(tokens, *args)
+        run = layer.experts
 
         def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
             choices.append(kwargs["most_rows"])
@@ -84,7 +80,7 @@ def spread_step(
         return off(Result([], loss, grads_of(model)), expected)
 
     error = once()
-    seen = {"choices": list(choices), "asked": len(asked)}
+    seen = {"choices": list(choices), "asked": asks.call_count}
 
     class NoSums(exchange.Sums):
         def begin(self, y: Any) -> exchange.UnderWay:
@@ -217,14 +213,14 @@ def order_of_work() -> list[str]:
         return last(inputs)
 
     started, finished = exchange._Link.start, exchange._Link.finish
-    gradients, last = block._Experts.backward, block._LastInputs.finish
+    gradients, last = expert_block._Experts.backward, expert_block._LastInputs.finish
     place = across_ranks.ExpertRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, 2)
     x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
     with (
         mock.patch.object(exchange._Link, "start", start),
         mock.patch.object(exchange._Link, "finish", finish),
-        mock.patch.object(block._Experts, "backward", backward),
-        mock.patch.object(block._LastInputs, "finish", finish_experts),
+        mock.patch.object(expert_block._Experts, "backward", backward),
+        mock.patch.object(expert_block._LastInputs, "finish", finish_experts),
         mock.patch.object(across_ranks, "FEWEST_IN_PARTS", 0),
     ):
         index = torch.zeros(6, 2, dtype=torch.int64)
@@ -242,13 +238,6 @@ def asks_in_fsdp2(*, spread: bool) -> int:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    asked: list[int] = []
-    ask = across_ranks._ask
-
-    def asks(tokens: int, *args: Any) -> Any:
-        asked.append(tokens)
-        return ask(tokens, *args)
-
     model = build("qwen3_moe", None)
     if spread:
         fastpack.shard_experts(model, mesh())
@@ -257,9 +246,9 @@ def asks_in_fsdp2(*, spread: bool) -> int:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh(), mp_policy=precision, ignored_params=stacks)
-    with mock.patch.object(across_ranks, "_ask", asks):
+    with mock.patch.object(across_ranks, "_ask", wraps=across_ranks._ask) as ask:
         step(model, Case("fsdp2"), make_sequences(VOCAB, LENGTHS))
-    return len(asked)
+    return ask.call_count
 
 
 def refused(family: str, experts: int) -> str:

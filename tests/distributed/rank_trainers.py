@@ -283,25 +283,19 @@ def of_4_bits(
     }
 
 
-def streamed_to_transformers_trainer() -> tuple[str, str]:
-    """Return what patching transformers' trainer says if it would spread streamed rows, and its model's tier."""
+def refused_trainer(what: str) -> tuple[str, str]:
+    """Return what patching transformers' trainer says with context parallelism, and its model's tier afterwards.
+
+    Args:
+        what: ``streamed`` rows, or a ``prepared`` model, for which torch's context parallelism is set up.
+    """
     with _as_launched():
         spread = {**FSDP2, "parallelism_config": ParallelismConfig(cp_size=2)}
         trainer = plain(Path(tempfile.mkdtemp()), texts(33), max_steps=1, **spread)
-        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
-        try:
-            fastpack.patch(trainer)
-        except fastpack.PatchError as error:
-            return str(error), fastpack.report(trainer).tier
-    return "", "patched"
-
-
-def patched_after_torchs_context_parallelism() -> tuple[str, str]:
-    """Return what patching a trainer says that has set up torch's context parallelism, and its model's tier."""
-    with _as_launched():
-        spread = {**FSDP2, "parallelism_config": ParallelismConfig(cp_size=2)}
-        trainer = plain(Path(tempfile.mkdtemp()), texts(33), max_steps=1, **spread)
-        trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())
+        if what == "streamed":
+            trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        else:
+            trainer.accelerator.prepare(trainer.model, trainer.create_optimizer())
         try:
             fastpack.patch(trainer)
         except fastpack.PatchError as error:

@@ -15,10 +15,9 @@ from rank_trainers import (
     grpo_update,
     of_4_bits,
     part_of_a_run,
-    patched_after_torchs_context_parallelism,
     plain_trainer,
     refused_shards,
-    streamed_to_transformers_trainer,
+    refused_trainer,
     train,
     train_on_ranks,
     trainer_of,
@@ -233,7 +232,7 @@ def test_streamed_batches(ranks: Ranks) -> None:
     stock = train(trainer_of("sft", False, 1, False, streams=True))
     for result in ranks.run(train_on_ranks, "sft", False, streams=True, **SPREAD):
         assert_agree(result["logged"], stock, ranks)
-    for said, tier in ranks.run(streamed_to_transformers_trainer):
+    for said, tier in ranks.run(refused_trainer, "streamed"):
         assert "deals the rows of a streamed data set to all ranks" in said
         assert said.endswith("Nothing was changed.")
         assert tier == "stock"
@@ -241,7 +240,7 @@ def test_streamed_batches(ranks: Ranks) -> None:
 
 def test_after_torchs_context_parallelism(ranks: Ranks) -> None:
     """Torch has rerouted attention by then; TRL's precomputing of a reference prepares a model before it trains."""
-    for said, tier in ranks.run(patched_after_torchs_context_parallelism):
+    for said, tier in ranks.run(refused_trainer, "prepared"):
         assert "has set up torch's context parallelism already. Patch before the first trainer.train()" in said
         assert said.endswith("Nothing was changed.")
         assert tier == "stock"
