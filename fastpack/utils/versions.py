@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DISTRIBUTION = "fastpack-train"
 """The name that pip knows, ``[project].name``; Python imports ``fastpack``."""
 
-NEWEST_TRIED = {"torch": "2.14", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
+NEWEST_TRIED = {"torch": "2.15", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
 """The newest minor release of each package with which the test suite passes, at least on a CPU. With a newer release
 the suite fails until that release is entered here, since the suite makes errors of fastpack's warnings. Transformers is
 not listed: each of its classes is proved by itself (:mod:`fastpack.families.lock`)."""
