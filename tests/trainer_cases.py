@@ -96,11 +96,11 @@ def plain(folder: Path, data: Dataset | None = None, **further: Any) -> Any:
     )
 
 
-def _generating(trainer: Any, config: Any, folder: Path, **further: Any) -> Any:
+def _generating(trainer: Any, config: Any, folder: Path, model: Any = None, **further: Any) -> Any:
     sampling: dict[str, Any] = {"num_generations": 2, "max_completion_length": 12, "temperature": 1.0}
     steps = {"per_device_train_batch_size": 8, "max_steps": 2, "gradient_accumulation_steps": 2}
     return trainer(
-        policy(),
+        policy() if model is None else model,
         reward_funcs=share_of_low_words,
         args=alone(config(**settings(folder, **{**sampling, **steps, **further}))),
         train_dataset=pairs(16).remove_columns(["chosen", "rejected"]),
@@ -136,10 +136,10 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = kwargs["model"].named_parameters()
-        self.steps.append({name: _whole(p.grad) for name, p in named if p.grad is not None})
+        self.steps.append({name: whole(p.grad) for name, p in named if p.grad is not None})
 
 
-def _whole(gradient: Any) -> Tensor:
+def whole(gradient: Any) -> Tensor:
     """Return a copy on the CPU, whole if the gradient is sharded."""
     result: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return result.detach().to("cpu", copy=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -106,14 +106,19 @@ def replacements_on(layer: nn.Module) -> list[Replacement[Any, Any]]:
     return [method for name in _METHODS if replaces(method := vars(layer).get(name), _run)]
 
 
-def rounding_merges(model: nn.Module) -> dict[torch.dtype, int]:
-    """Count the layers whose unmerged base weights are rounded, by the half-precision dtype of the weight."""
+def rounding_merges(model: nn.Module, among: Container[Tensor] | None = None) -> dict[torch.dtype, int]:
+    """Count the layers whose unmerged base weights are rounded, by the half-precision dtype of the weight.
+
+    Args:
+        model: a model with adapters.
+        among: the weights that can be; None for all.
+    """
     dtypes = (
         place.weight.dtype
         for layer in _mergeable_layers(model).values()
         if not replacements_on(layer)
         for place in _places(layer)[:1]
-        if place.weight is not None
+        if place.weight is not None and (among is None or place.weight in among)
     )
     return {dtype: count for dtype, count in Counter(dtypes).items() if dtype in (torch.bfloat16, torch.float16)}
 

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpack.errors import PatchError
-from fastpack.model.unwrap import find_parts
+from fastpack.model.unwrap import Parts, find_parts
 from fastpack.ops.quantized_stack import QuantizedStack
+from fastpack.trainers.weight_sync import gather_for_sync, why_not_gathered
 from fastpack.utils.modules import decoder_layers
 from fastpack.utils.replacement import Replacement, replaces
 
@@ -40,6 +41,10 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
     bitsandbytes' 4-bit weights, the packed values are sharded. Their scales stay whole: an eighth of the values, a
     thirtieth with double quantisation. To merge adapters into the base, load what was saved into a whole model.
 
+    **Generation.** Ranks generate in step, until the last is done (transformers' ``synced_gpus``), and move the frozen
+    weights for every token: for more than short completions, let vLLM generate. At each sync with vLLM the weights are
+    gathered and merged on each rank, and dropped afterwards, so that merges leave no trace in what is sharded.
+
     Args:
         target: a model with adapters, patched or not; or a trainer that holds one and has not run yet, whose
             accelerator then does the same when training begins.
@@ -51,8 +56,9 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
 
     Raises:
         PatchError: nothing or everything trains; weights are sharded already, or quantised in another way than
-            bitsandbytes' ``Linear4bit``; the mesh has several dimensions; there is one process; or the trainer's
-            accelerator shards models itself. Nothing was changed.
+            bitsandbytes' ``Linear4bit``; the mesh has several dimensions; there is one process; the trainer's
+            accelerator shards models itself; or the trainer generates by continuous batching, or syncs weights with
+            vLLM by code of its own or in 4 bits. Nothing was changed.
     """
     if isinstance(target, nn.Module):
         _check(target, mesh)
@@ -66,10 +72,16 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
             "DeepSpeed. Nothing was changed."
         )
     _check(trainer.model, mesh)
+    reason = why_not_gathered(trainer, in_4_bits=any(map(_is_4bit, trainer.model.modules())))
+    if reason is not None:
+        raise PatchError(
+            f"this {type(trainer).__name__} can't generate from a sharded base: {reason}. Nothing was changed."
+        )
     earlier = vars(accelerator).get("prepare_model")
     if replaces(earlier, _prepare_model):
         earlier.undo()
     Replacement(accelerator, "prepare_model", _prepare_model, (trainer, mesh, keep), None).install()
+    gather_for_sync(trainer, _kept_whole(trainer.model))
     return target
 
 
@@ -125,23 +137,35 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     whole = _kept_whole(model)
     _leave_scales_with_layers(model, whole, device)
-    layers: list[Any] = decoder_layers(find_parts(model).backbone)
+    parts = find_parts(model)
+    layers: list[Any] = decoder_layers(parts.backbone)
     for index, layer in enumerate(layers):
         frees = index < len(layers) - keep
         fully_shard(layer, mesh=mesh, reshard_after_forward=frees, ignored_params=whole)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+    fully_shard(_root(model, parts), mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+    parts.outermost._is_fsdp_managed_module = True  # transformers then generates with synced_gpus
     for index, layer in enumerate(layers):
         assert isinstance(layer, FSDPModule)
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + AHEAD])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - AHEAD) : index][::-1])
-    for parameter in whole:  # fully_shard has moved the others
-        parameter.data = parameter.data.to(device)
-        if getattr(parameter, "quant_state", None) is not None:
-            parameter.quant_state.to(device)  # type: ignore[attr-defined]
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not hasattr(tensor, "device_mesh"):  # fully_shard has moved these
+            tensor.data = tensor.data.to(device)
+        if getattr(tensor, "quant_state", None) is not None:
+            tensor.quant_state.to(device)  # type: ignore[attr-defined]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     frozen += [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
     return DistributedDataParallel(model, **settings)
+
+
+def _root(model: nn.Module, parts: Parts) -> nn.Module:
+    """Return the module that all calls come through, whose call must be FSDP2's first: the one that the head calls.
+
+    ``generate`` doesn't call a wrapper of PEFT. What is outside this module, and frozen, stays whole.
+    """
+    inside = parts.backbone if parts.composite in (None, parts.head) else parts.composite
+    return model if inside is parts.outermost else inside
 
 
 def _leave_scales_with_layers(model: nn.Module, whole: set[nn.Parameter], device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import tempfile
@@ -24,9 +25,10 @@ from safetensors.torch import load_file
 from sft_cases import rows, tokenizer
 from tiny import VOCAB, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
-from trainer_cases import BUILD, Gradients, grpo, ids_of, plain, texts, watch_batches
+from trainer_cases import BUILD, Gradients, grpo, ids_of, plain, texts, watch_batches, whole
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from vllm_stand_in import standing_in
 
 import fastpack
 from fastpack.trainers.metrics import attach
@@ -172,6 +174,71 @@ def generated_within(max_tokens: int | None) -> dict[str, Any]:
         trainer.train()
         note = "".join(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
     return {"gradients": gradients.steps[0], "note": note}
+
+
+def generated_over(*, sharded: bool, vllm: bool = False) -> dict[str, Any]:
+    """Run steps of GRPO on adapters; return this rank's completions, the gradients, and the weights that vLLM got.
+
+    Args:
+        sharded: whether the base is; else each rank has it whole.
+        vllm: whether completions come from a stand-in for vLLM.
+    """
+    completions: list[list[int]] = []
+
+    def recorded(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        completions.extend(completion_ids)
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    plain_model = tiny_model("llama", attn_implementation="sdpa")
+    launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False}
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_completion_length": 300}
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 12} if vllm else {}
+    with _as_launched(), standing_in(plain_model) as stand_in:
+        model: Any = with_lora(copy.deepcopy(plain_model))
+        trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), model=model, **{**launched, **steps, **engine}))
+        trainer.reward_funcs = [recorded]
+        if sharded:
+            for _ in range(2):  # again, before training begins, is as once
+                fastpack.shard_base(trainer)
+        gradients = Gradients(trainer)
+        trainer.train()
+    base = {name: p for name, p in model.named_parameters() if model.prefix not in name}
+    before = plain_model.state_dict()
+    drifted = [
+        torch.equal(whole(p).cpu(), before[name.removeprefix("base_model.model.").replace(".base_layer", "")])
+        for name, p in base.items()
+    ].count(False)
+    return {
+        "completions": completions,
+        "gradients": gradients.steps,
+        "syncs": stand_in.syncs,
+        "sharded": sum(hasattr(p, "device_mesh") for p in base.values()),
+        "drifted": drifted,
+    }
+
+
+def shards_for_generation(what: str, checkpoint: Path | None = None) -> str:
+    """Return what :func:`fastpack.shard_base` says to a trainer that generates, or the report's line on its syncs.
+
+    Args:
+        what: how it does: by continuous ``batching``, or by vLLM with ``own`` code, in ``4 bits`` or ``as trl does``.
+        checkpoint: a model's folder, for 4 bits.
+    """
+    plain_model = tiny_model("llama", attn_implementation="sdpa").bfloat16()
+    inputs: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "ddp_find_unused_parameters": False}
+    if what == "batching":
+        inputs = {"use_transformers_continuous_batching": True, "ddp_find_unused_parameters": False}
+    with _as_launched(), standing_in(plain_model):
+        model = plain_model if checkpoint is None else loaded(checkpoint, device=str(device()), **NF4)
+        adapted = with_lora(model, target_modules=["q_proj", "embed_tokens"])
+        trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), model=adapted, **inputs))
+        if what == "own":
+            del trainer.vllm_generation
+        try:
+            fastpack.shard_base(trainer)
+        except fastpack.PatchError as error:
+            return str(error)
+        return next(note for note in fastpack.report(trainer).notes if note.startswith("weight sync"))
 
 
 def part_of_a_run(
