@@ -1,12 +1,14 @@
 """Shard the frozen weights of a model over ranks, and keep what trains whole on each: FSDP2 and DDP, each for its part.
 
 FSDP2 alone moves adapters with the weights of their layers, reduces their gradients layer by layer, and has weights
-that the backward needs again moved twice. Here a layer's unit holds frozen weights alone. They are gathered while
-earlier layers run, in the forward and in the backward. The gradients of adapters are averaged by DDP, in few exchanges.
+that the backward needs again moved twice. Here a decoder layer's unit holds its frozen weights alone. They are gathered
+while earlier layers run, in the forward and in the backward. All other weights are whole, so that whatever runs outside
+of the layers needs no care. The gradients of adapters are averaged by DDP, in few exchanges.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fastpack.errors import PatchError
-from fastpack.model.unwrap import Parts, find_parts
+from fastpack.model.unwrap import find_parts
 from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.trainers.weight_sync import gather_for_sync, why_not_gathered
 from fastpack.utils.modules import decoder_layers
@@ -37,9 +39,10 @@ def shard_base(target: TargetT, mesh: DeviceMesh | None = None, *, keep: int = 0
 
     In a loop of your own, ``model = fastpack.shard_base(model)`` returns the model inside DDP.
 
-    All adapters, embedding and head stay whole: PEFT saves the first, sometimes the others, and on one rank alone. Of
-    bitsandbytes' 4-bit weights, the packed values are sharded. Their scales stay whole: an eighth of the values, a
-    thirtieth with double quantisation. To merge adapters into the base, load what was saved into a whole model.
+    Weights outside of decoder layers stay whole: embedding, head, towers for images and audio; so do those that layers
+    share. So do all adapters: PEFT saves them on one rank alone, as it may embedding and head. Of bitsandbytes' 4-bit
+    weights, the packed values are sharded. Their scales stay whole: an eighth of the values, a thirtieth with double
+    quantisation. To merge adapters into the base, load what was saved into a whole model.
 
     **Generation.** Ranks generate in step, until the last is done (transformers' ``synced_gpus``), and move the frozen
     weights for every token: for more than short completions, let vLLM generate. At each sync with vLLM the weights are
@@ -142,7 +145,8 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
     for index, layer in enumerate(layers):
         frees = index < len(layers) - keep
         fully_shard(layer, mesh=mesh, reshard_after_forward=frees, ignored_params=whole)
-    fully_shard(_root(model, parts), mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+    root: Any = fully_shard(model, mesh=mesh, ignored_params=set(model.parameters()))
+    root._get_fsdp_state()._lazy_init()  # FSDP2's at its first call: but generate calls no wrapper of PEFT
     parts.outermost._is_fsdp_managed_module = True  # transformers then generates with synced_gpus
     for index, layer in enumerate(layers):
         assert isinstance(layer, FSDPModule)
@@ -159,15 +163,6 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
     return DistributedDataParallel(model, **settings)
 
 
-def _root(model: nn.Module, parts: Parts) -> nn.Module:
-    """Return the module that all calls come through, whose call must be FSDP2's first: the one that the head calls.
-
-    ``generate`` doesn't call a wrapper of PEFT. What is outside this module, and frozen, stays whole.
-    """
-    inside = parts.backbone if parts.composite in (None, parts.head) else parts.composite
-    return model if inside is parts.outermost else inside
-
-
 def _leave_scales_with_layers(model: nn.Module, whole: set[nn.Parameter], device: torch.device) -> None:
     """Make the 4-bit weights that are not kept whole plain tensors, as FSDP2 needs; what unpacks them stays outside."""
     plain: dict[nn.Parameter, nn.Parameter] = {}
@@ -182,17 +177,15 @@ def _leave_scales_with_layers(model: nn.Module, whole: set[nn.Parameter], device
 
 
 def _kept_whole(model: nn.Module) -> set[nn.Parameter]:
-    """Return what trains, frozen adapters, embedding and head: PEFT may save these, and on one rank alone."""
-    parts = find_parts(model)
-    owner: Any = parts.head or parts.backbone
-    whole = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    inside: list[Any] = [owner.get_input_embeddings(), owner.get_output_embeddings()]
+    """Return all weights but the frozen ones of one decoder layer; frozen adapters are whole, too."""
+    layers = decoder_layers(find_parts(model).backbone)
+    owners = Counter(parameter for layer in layers for parameter in layer.parameters())
+    split = {parameter for parameter, count in owners.items() if count == 1 and not parameter.requires_grad}
     for module in model.modules():
-        inside += [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
-    for each in inside:
-        if isinstance(each, nn.Module):
-            whole.update(each.parameters())
-    return whole
+        for name in getattr(module, "adapter_layer_names", ()):
+            if isinstance(adapter := getattr(module, name, None), nn.Module):
+                split.difference_update(adapter.parameters())
+    return set(model.parameters()) - split
 
 
 def _prepare_model(

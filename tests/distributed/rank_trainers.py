@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import tempfile
@@ -25,10 +24,9 @@ from safetensors.torch import load_file
 from sft_cases import rows, tokenizer
 from tiny import VOCAB, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
-from trainer_cases import BUILD, Gradients, grpo, ids_of, plain, texts, watch_batches, whole
+from trainer_cases import BUILD, Gradients, grpo, ids_of, plain, texts, watch_batches
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from vllm_stand_in import standing_in
 
 import fastpack
 from fastpack.trainers.metrics import attach
@@ -110,7 +108,7 @@ def train_on_ranks(
         from deepspeed import ops
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's exchanges, which need no C++ compiler
-    with _as_launched():
+    with as_launched():
         trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
         if keep is not None:
             fastpack.shard_base(trainer, keep=keep)
@@ -149,7 +147,7 @@ def one_step_within(
     Args:
         own: which of :data:`own_losses.OWN` the trainer has.
     """
-    with _as_launched():
+    with as_launched():
         launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
         build = BUILD[kind] if own is None else functools.partial(with_own_loss, BUILD[kind], own)
         trainer = build(Path(tempfile.mkdtemp()), **{**launched, **further})
@@ -167,78 +165,13 @@ def one_step_within(
 
 def generated_within(max_tokens: int | None) -> dict[str, Any]:
     """Return GRPO's gradients on this rank's own prompts, and the number of pieces that its batches ran in."""
-    with _as_launched():
+    with as_launched():
         launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
         trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), loss_type="grpo", **launched), max_tokens=max_tokens)
         gradients = Gradients(trainer)
         trainer.train()
         note = "".join(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
     return {"gradients": gradients.steps[0], "note": note}
-
-
-def generated_over(*, sharded: bool, vllm: bool = False) -> dict[str, Any]:
-    """Run steps of GRPO on adapters; return this rank's completions, the gradients, and the weights that vLLM got.
-
-    Args:
-        sharded: whether the base is; else each rank has it whole.
-        vllm: whether completions come from a stand-in for vLLM.
-    """
-    completions: list[list[int]] = []
-
-    def recorded(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        completions.extend(completion_ids)
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    plain_model = tiny_model("llama", attn_implementation="sdpa")
-    launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False}
-    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_completion_length": 300}
-    engine = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 12} if vllm else {}
-    with _as_launched(), standing_in(plain_model) as stand_in:
-        model: Any = with_lora(copy.deepcopy(plain_model))
-        trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), model=model, **{**launched, **steps, **engine}))
-        trainer.reward_funcs = [recorded]
-        if sharded:
-            for _ in range(2):  # again, before training begins, is as once
-                fastpack.shard_base(trainer)
-        gradients = Gradients(trainer)
-        trainer.train()
-    base = {name: p for name, p in model.named_parameters() if model.prefix not in name}
-    before = plain_model.state_dict()
-    drifted = [
-        torch.equal(whole(p).cpu(), before[name.removeprefix("base_model.model.").replace(".base_layer", "")])
-        for name, p in base.items()
-    ].count(False)
-    return {
-        "completions": completions,
-        "gradients": gradients.steps,
-        "syncs": stand_in.syncs,
-        "sharded": sum(hasattr(p, "device_mesh") for p in base.values()),
-        "drifted": drifted,
-    }
-
-
-def shards_for_generation(what: str, checkpoint: Path | None = None) -> str:
-    """Return what :func:`fastpack.shard_base` says to a trainer that generates, or the report's line on its syncs.
-
-    Args:
-        what: how it does: by continuous ``batching``, or by vLLM with ``own`` code, in ``4 bits`` or ``as trl does``.
-        checkpoint: a model's folder, for 4 bits.
-    """
-    plain_model = tiny_model("llama", attn_implementation="sdpa").bfloat16()
-    inputs: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "ddp_find_unused_parameters": False}
-    if what == "batching":
-        inputs = {"use_transformers_continuous_batching": True, "ddp_find_unused_parameters": False}
-    with _as_launched(), standing_in(plain_model):
-        model = plain_model if checkpoint is None else loaded(checkpoint, device=str(device()), **NF4)
-        adapted = with_lora(model, target_modules=["q_proj", "embed_tokens"])
-        trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), model=adapted, **inputs))
-        if what == "own":
-            del trainer.vllm_generation
-        try:
-            fastpack.shard_base(trainer)
-        except fastpack.PatchError as error:
-            return str(error)
-        return next(note for note in fastpack.report(trainer).notes if note.startswith("weight sync"))
 
 
 def part_of_a_run(
@@ -250,7 +183,7 @@ def part_of_a_run(
     """
     ranks = 1 if alone else dist.get_world_size()
     keep = further.pop("keep", None)
-    with _as_launched(alone=alone):
+    with as_launched(alone=alone):
         saving = {"output_dir": folder, "save_strategy": "steps" if resumed is None else "no", "save_steps": 1}
         trainer = trainer_of("sft", lora, ranks, True, **saving, **further)
         if keep is not None:
@@ -292,7 +225,7 @@ def plain_trainer(*, spread: bool, average: bool, loss: str | None = None) -> di
     if spread:
         layers = {**FSDP2["fsdp_config"], "transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
         inputs |= {"fsdp": True, "fsdp_config": layers, "parallelism_config": ParallelismConfig(cp_size=2)}
-    with _as_launched(alone=not spread):
+    with as_launched(alone=not spread):
         trainer = plain(Path(tempfile.mkdtemp()), texts(33), **inputs)
         trainer.model = trainer.model_wrapped = tiny_model(
             "mixtral", attn_implementation="sdpa", output_router_logits=True, router_aux_loss_coef=1.0
@@ -356,7 +289,7 @@ def refused_trainer(what: str) -> tuple[str, str]:
     Args:
         what: ``streamed`` rows, or a ``prepared`` model, for which torch's context parallelism is set up.
     """
-    with _as_launched():
+    with as_launched():
         spread = {**FSDP2, "parallelism_config": ParallelismConfig(cp_size=2)}
         trainer = plain(Path(tempfile.mkdtemp()), texts(33), max_steps=1, **spread)
         if what == "streamed":
@@ -398,7 +331,7 @@ def grpo_update(*, spread: bool, fused: bool, **further: Any) -> dict[str, Any]:
 
     The rollouts are drawn, and the same on each rank.
     """
-    with _as_launched(alone=True):
+    with as_launched(alone=True):
         trainer = grpo_on_rollouts(Path(tempfile.mkdtemp()), lora=True, **further)
         if fused:
             fastpack.patch(trainer, loss="fused")
@@ -415,7 +348,7 @@ def grpo_update(*, spread: bool, fused: bool, **further: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_launched(*, alone: bool = False) -> Iterator[None]:
+def as_launched(*, alone: bool = False) -> Iterator[None]:
     """Reset accelerate as in a new process, and let it accept FSDP on a CPU as on GPUs; ``alone``: as the only one."""
     stock = state.AcceleratorState.__init__
 

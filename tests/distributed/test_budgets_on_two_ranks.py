@@ -114,13 +114,13 @@ def _differently(what: str) -> str:
     import tempfile
 
     import torch.distributed as dist
-    from rank_trainers import _as_launched
+    from rank_trainers import as_launched
 
     import fastpack
     from fastpack.errors import PackingError
 
     rank = dist.get_rank()
-    with _as_launched():
+    with as_launched():
         data = DATA["dpo"]().select(range(24 - (rank if what == "data" else 0)))
         trainer = BUILD["dpo"](Path(tempfile.mkdtemp()), data, ddp_find_unused_parameters=False)
         try:
