@@ -20,8 +20,8 @@ def note_on_weight_sync(trainer: Any) -> str | None:
         return None
     from fastpack.patching.merges import rounding_merges  # heavy: it imports PEFT
 
-    sync = vars(getattr(trainer, "vllm_generation", trainer)).get("sync_weights")
-    counts = rounding_merges(trainer.model, among=sync.spec if replaces(sync, _gathered) else None)
+    gathered = _gathered_sync(trainer)
+    counts = rounding_merges(trainer.model, among=None if gathered is None else gathered.spec)
     if not counts:
         return None
     which = " and ".join(f"{count} layers in {str(dtype).removeprefix('torch.')}" for dtype, count in counts.items())
@@ -50,8 +50,13 @@ def gather_for_sync(trainer: Any, whole: Set[Tensor]) -> None:
         whole: the weights that aren't sharded, which merges still round.
     """
     sender = getattr(trainer, "vllm_generation", None)
-    if sender is not None and not replaces(vars(sender).get("sync_weights"), _gathered):
+    if sender is not None and _gathered_sync(trainer) is None:
         Replacement(sender, "sync_weights", _gathered, whole, None).install()
+
+
+def _gathered_sync(trainer: Any) -> Replacement[Set[Tensor], None] | None:
+    sync = getattr(getattr(trainer, "vllm_generation", None), "sync_weights", None)
+    return sync if replaces(sync, _gathered) else None
 
 
 def _gathered(patched: Replacement[Set[Tensor], None]) -> None:
