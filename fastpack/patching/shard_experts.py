@@ -12,6 +12,7 @@ from fastpack.layers.read_projection import why_not_plain
 from fastpack.model.unwrap import find_parts
 from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.patching.quantize import stacks_of
+from fastpack.utils.sharding import generate_in_step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +30,8 @@ def shard_experts(model: ModelT, mesh: DeviceMesh) -> ModelT:
 
     In fast families with gradient checkpointing, the host waits for the device once a forward. Else it waits in each
     block; without checkpointing also to keep no memory for rows that other ranks compute. All ranks run forwards of one
-    kind at once, with the same hooks: none returns attentions or fills a cache while another doesn't.
+    kind at once, with the same hooks: none returns attentions or fills a cache while another doesn't. ``generate`` goes
+    on until the last rank is done (transformers' ``synced_gpus``).
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))  # doctest: +SKIP
@@ -56,7 +58,8 @@ def shard_experts(model: ModelT, mesh: DeviceMesh) -> ModelT:
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    backbone = find_parts(model).backbone
+    parts = find_parts(model)
+    backbone = parts.backbone
     stacks = list(stacks_of(backbone))
     if not stacks:
         raise UnsupportedModelError(
@@ -85,6 +88,7 @@ def shard_experts(model: ModelT, mesh: DeviceMesh) -> ModelT:
                 own = whole.detach().chunk(ranks)[rank].clone()
                 spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
                 stack.block._parameters[name] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+    generate_in_step(parts.outermost)
     names = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return model

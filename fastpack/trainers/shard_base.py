@@ -23,6 +23,7 @@ from fastpack.ops.quantized_stack import QuantizedStack
 from fastpack.trainers.weight_sync import gather_for_sync, why_not_gathered
 from fastpack.utils.modules import decoder_layers
 from fastpack.utils.replacement import Replacement, replaces
+from fastpack.utils.sharding import generate_in_step
 
 TargetT = TypeVar("TargetT")
 AHEAD = 1
@@ -147,7 +148,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None, keep: int, settings: dic
         fully_shard(layer, mesh=mesh, reshard_after_forward=frees, ignored_params=whole)
     root: Any = fully_shard(model, mesh=mesh, ignored_params=set(model.parameters()))
     root._get_fsdp_state()._lazy_init()  # FSDP2's at its first call: but generate calls no wrapper of PEFT
-    parts.outermost._is_fsdp_managed_module = True  # transformers then generates with synced_gpus
+    generate_in_step(parts.outermost)
     for index, layer in enumerate(layers):
         assert isinstance(layer, FSDPModule)
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + AHEAD])

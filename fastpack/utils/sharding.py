@@ -49,3 +49,11 @@ def exchange_inside(module: nn.Module) -> list[dist.ProcessGroup]:
     meshes = dict.fromkeys(mesh for mesh in every if mesh is not None)
     groups = dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim))
     return list(groups or [dist.distributed_c10d._get_default_group()])
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """Let ``generate`` of a transformers model go on with every rank's until the last is done (its ``synced_gpus``).
+
+    Its layers exchange weights or tokens, so that a rank that stopped earlier would leave the others waiting.
+    """
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers' mark on models with FSDP2

@@ -251,6 +251,20 @@ def asks_in_fsdp2(*, spread: bool) -> int:
     return ask.call_count
 
 
+def generated(family: str, *, spread: bool) -> list[list[int]]:
+    """Return the ids of two sequences that this rank samples, as long as they get."""
+    model = build(family, None).eval()
+    model.generation_config.eos_token_id = 2
+    if spread:
+        fastpack.shard_experts(model, mesh())
+    fastpack.patch(model)
+    torch.manual_seed(dist.get_rank())
+    ids = (torch.arange(3, 15).view(2, 6) + dist.get_rank()).to(device())
+    settings = {"do_sample": True, "max_new_tokens": 300, "pad_token_id": 0}
+    result: list[list[int]] = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings).tolist()
+    return result
+
+
 def refused(family: str, experts: int) -> str:
     model = tiny_model(family, **{COUNTS[family]: experts})
     try:

@@ -7,6 +7,7 @@ from expert_models import FAMILIES
 from expert_ranks_work import (
     asks_in_fsdp2,
     both,
+    generated,
     kept_by_a_checkpoint,
     no_expert_here,
     order_of_work,
@@ -102,6 +103,14 @@ def test_exchanges_are_under_way_while_experts_run(ranks: Ranks) -> None:
 def test_fsdp2s_shards_are_not_spread_experts(spread: bool, ranks: Ranks) -> None:
     """It asks once in a forward if they are, and never if they are not."""
     assert ranks.run(asks_in_fsdp2, spread=spread) == [int(spread)] * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation(family: str, ranks: Ranks) -> None:
+    """A rank whose sequences have ended goes on exchanging tokens until the other's have."""
+    first, second = whole = ranks.run(generated, family, spread=False)
+    assert ranks.run(generated, family, spread=True) == whole
+    assert len(first[0]) != len(second[0]), "else none waits"
 
 
 def test_what_ranks_cant_share(ranks: Ranks) -> None:
