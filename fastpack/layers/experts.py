@@ -173,7 +173,9 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
         module = wrapper.base_layer
     if module is not outermost and carries_hooks(module):
         return "it carries hooks, or a forward of its own (offloading does this)"
-    chosen = chosen_by_name(getattr(module, "config", None))
+    ranks = None if at_rest else ranks_of(module._parameters.get(spec.inner))
+    # spread over ranks only this forward can run them, and on a GPU generate chooses another by name for a while
+    chosen = chosen_by_name(getattr(module, "config", None)) if ranks is None else None
     if chosen is not None:
         return f"experts_implementation={chosen!r} was chosen by name"
     replaced = _replaced_gate(module)
@@ -182,7 +184,6 @@ def read_experts(module: nn.Module, spec: ExpertsSpec, *, at_rest: bool = False)
     gate = read_gate(module, spec)
     if isinstance(gate, str):
         return gate
-    ranks = None if at_rest else ranks_of(module._parameters.get(spec.inner))
     inner = _read_layer(module, spec.inner, spec, loras.pop(spec.inner, None), at_rest, ranks)
     down = _read_layer(module, spec.down, spec, loras.pop(spec.down, None), at_rest, ranks)
     if isinstance(inner, str) or isinstance(down, str):

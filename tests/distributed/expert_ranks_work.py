@@ -252,12 +252,16 @@ def asks_in_fsdp2(*, spread: bool) -> int:
 
 
 def generated(family: str, *, spread: bool) -> list[list[int]]:
-    """Return the ids of two sequences that this rank samples, as long as they get."""
+    """Return the ids of two sequences that this rank samples, as long as they get.
+
+    Transformers runs another implementation of experts while it generates on a GPU; here on a CPU, too.
+    """
     model = build(family, None).eval()
     model.generation_config.eos_token_id = 2
     if spread:
         fastpack.shard_experts(model, mesh())
     fastpack.patch(model)
+    model.set_experts_implementation("batched_mm")
     torch.manual_seed(dist.get_rank())
     ids = (torch.arange(3, 15).view(2, 6) + dist.get_rank()).to(device())
     settings = {"do_sample": True, "max_new_tokens": 300, "pad_token_id": 0}

@@ -21,7 +21,7 @@ on_trls_trainers = pytest.mark.skipif(
 @pytest.mark.parametrize("vllm", [False, True])
 def test_generation(vllm: bool, ranks: Ranks) -> None:
     """The ranks' longest completions differ in length: a rank that is done must go on moving weights."""
-    bound = 1e-4 if ranks.backend == "gloo" else 1e-2
+    bound = 1e-4 if ranks.backend == "gloo" else 1e-3
     whole, sharded = (ranks.run(generated_over, sharded=sharded, vllm=vllm) for sharded in (False, True))
     for ours, theirs in zip(sharded, whole, strict=True):
         assert (ours["sharded"] > 0, theirs["sharded"]) == (True, 0)
@@ -37,7 +37,7 @@ def test_generation(vllm: bool, ranks: Ranks) -> None:
     first, second = (result["completions"] for result in whole)
     assert first != second
     if vllm:
-        assert furthest(sharded[0]["syncs"][-1], sharded[0]["syncs"][0]) > 10 * bound, "training changes what is sent"
+        assert furthest(sharded[0]["syncs"][-1], sharded[0]["syncs"][0]) > 3 * bound, "training changes what is sent"
     else:
         assert max(map(len, first)) != max(map(len, second))
 
@@ -48,7 +48,7 @@ def test_generation(vllm: bool, ranks: Ranks) -> None:
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_images(kind: str, model_type: str, ranks: Ranks) -> None:
     """Towers are whole: ``generate`` runs them before the text model. Experts' auxiliary loss is read as before."""
-    bound = 1e-5 if ranks.backend == "gloo" else 1e-2
+    bound = 1e-5 if ranks.backend == "gloo" else 1e-3
     whole, sharded = (ranks.run(images_over, kind, model_type, sharded=sharded) for sharded in (False, True))
     for ours, theirs in zip(sharded, whole, strict=True):
         assert (ours["sharded"] > 0, theirs["sharded"]) == (True, 0)
@@ -66,7 +66,7 @@ def test_layers_of_several_kinds(model_type: str, ranks: Ranks) -> None:
     for ours in ranks.run(step_over, model_type, sharded=True):
         alone = step_over(model_type, sharded=False)
         assert ours["sharded"] > alone["sharded"] == 0
-        assert furthest(ours["gradients"], alone["gradients"]) <= (1e-5 if ranks.backend == "gloo" else 1e-2)
+        assert furthest(ours["gradients"], alone["gradients"]) <= (1e-5 if ranks.backend == "gloo" else 1e-3)
 
 
 @on_trls_trainers
