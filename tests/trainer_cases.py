@@ -139,9 +139,9 @@ class Gradients(TrainerCallback):
         self.steps.append({name: whole(p.grad) for name, p in named if p.grad is not None})
 
 
-def whole(gradient: Any) -> Tensor:
-    """Return a copy on the CPU, whole if the gradient is sharded."""
-    result: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+def whole(tensor: Any) -> Tensor:
+    """Return a copy on the CPU, whole if the tensor is sharded."""
+    result: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return result.detach().to("cpu", copy=True)
 
 

@@ -105,3 +105,12 @@ def synced(model: Any, plain: nn.Module, mode: str = "colocate", times: int = 1)
         for _ in range(times):
             sender.sync_weights()
     return engine.syncs
+
+
+def base_weights(model: Any) -> Weights:
+    """Return the weights under PEFT's adapters, by the names that the stock model gives them."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if model.prefix not in name
+    }

@@ -34,6 +34,7 @@ from fastpack.trainers.metrics import attach
 EXAMPLES = 8
 """The batch size of a step, on all ranks."""
 STEPS = 3
+DDP: dict[str, Any] = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False}
 FSDP2: dict[str, Any] = {
     "fsdp": True,
     "fsdp_config": {
@@ -71,7 +72,7 @@ def trainer_of(
     if lora:
         model = with_lora(model)
     inputs = settings(Path(tempfile.mkdtemp()), per_device_train_batch_size=EXAMPLES // ranks, learning_rate=1e-2)
-    inputs |= {"max_steps": STEPS, "ddp_find_unused_parameters": False, "dataloader_pin_memory": False, **further}
+    inputs |= {"max_steps": STEPS, **DDP, **further}
     arguments = (SFTConfig if kind == "sft" else DPOConfig)(**inputs)
     if ranks == 1 and arguments.n_gpu > 1:
         arguments._n_gpu = 1  # else one process takes all GPUs for itself, with nn.DataParallel
@@ -148,7 +149,7 @@ def one_step_within(
         own: which of :data:`own_losses.OWN` the trainer has.
     """
     with as_launched():
-        launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
+        launched = {**DDP, "max_steps": 1}
         build = BUILD[kind] if own is None else functools.partial(with_own_loss, BUILD[kind], own)
         trainer = build(Path(tempfile.mkdtemp()), **{**launched, **further})
         batches = watch_batches(trainer)
@@ -166,7 +167,7 @@ def one_step_within(
 def generated_within(max_tokens: int | None) -> dict[str, Any]:
     """Return GRPO's gradients on this rank's own prompts, and the number of pieces that its batches ran in."""
     with as_launched():
-        launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
+        launched = {**DDP, "max_steps": 1}
         trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), loss_type="grpo", **launched), max_tokens=max_tokens)
         gradients = Gradients(trainer)
         trainer.train()

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 import vision_trainers
 from adapter_cases import NF4, loaded, with_lora
-from rank_trainers import as_launched
+from rank_trainers import DDP, as_launched
 from rank_work import device
 from tiny import tiny_model
 from trainer_cases import Gradients, grpo, whole
-from vllm_stand_in import standing_in
+from vllm_stand_in import base_weights, standing_in
 
 import fastpack
-
-DDP = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False}
 
 
 def generated_over(*, sharded: bool, vllm: bool = False) -> dict[str, Any]:
@@ -46,12 +44,8 @@ def generated_over(*, sharded: bool, vllm: bool = False) -> dict[str, Any]:
                 fastpack.shard_base(trainer)
         gradients = Gradients(trainer)
         trainer.train()
-    base = {name: p for name, p in model.named_parameters() if model.prefix not in name}
     before = plain_model.state_dict()
-    drifted = [
-        torch.equal(whole(p).cpu(), before[name.removeprefix("base_model.model.").replace(".base_layer", "")])
-        for name, p in base.items()
-    ].count(False)
+    drifted = sum(not torch.equal(whole(weight), before[name]) for name, weight in base_weights(model).items())
     return {
         "completions": completions,
         "gradients": gradients.steps,

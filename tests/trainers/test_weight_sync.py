@@ -18,7 +18,7 @@ from preferences import STEPS, logged, pairs, settings, word_tokenizer
 from tiny import tiny_model
 from torch import nn
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from vllm_stand_in import StandIn, Weights, standing_in, synced
+from vllm_stand_in import StandIn, Weights, base_weights, standing_in, synced
 
 import fastpack
 
@@ -85,13 +85,8 @@ def test_a_hundred_syncs(exact: bool) -> None:
     if exact:
         fastpack.exact_merges(model)
     syncs = synced(model, plain, times=100)
-    weights = {name.removeprefix("base_model.model.").replace(".base_layer", ""): p for name, p in base(model).items()}
     assert same(syncs[-1], syncs[0]) == exact
-    assert same(weights, dict(plain.named_parameters())) == exact
-
-
-def base(model: Any) -> Weights:
-    return {name: p.detach() for name, p in model.named_parameters() if model.prefix not in name}
+    assert same(base_weights(model), dict(plain.named_parameters())) == exact
 
 
 OF_LOSS = 5e-6
@@ -124,7 +119,7 @@ def test_training_with_it(name: str, lora: bool, tmp_path: Path, calls: Calls) -
         stock = logged(trainer)
         assert not calls.all
         trainer, ours = trainer_with_vllm(name, tmp_path, lora)
-        before = {n: p.clone() for n, p in base(trainer.model).items()} if lora else {}
+        before = {n: p.clone() for n, p in base_weights(trainer.model).items()} if lora else {}
         fastpack.patch(trainer, loss="fused")
         if lora:
             fastpack.exact_merges(trainer.model)
@@ -142,7 +137,7 @@ def test_training_with_it(name: str, lora: bool, tmp_path: Path, calls: Calls) -
         assert abs(step.pop("loss") - other.pop("loss")) <= OF_LOSS
         assert check_step(step, other) >= 2
     if lora:
-        assert all(torch.equal(p, before[n]) for n, p in base(trainer.model).items())
+        assert all(torch.equal(p, before[n]) for n, p in base_weights(trainer.model).items())
 
 
 def test_the_report_names_the_drift(tmp_path: Path) -> None:
