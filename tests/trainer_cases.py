@@ -136,10 +136,10 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = kwargs["model"].named_parameters()
-        self.steps.append({name: whole(p.grad) for name, p in named if p.grad is not None})
+        self.steps.append({name: whole_on_cpu(p.grad) for name, p in named if p.grad is not None})
 
 
-def whole(tensor: Any) -> Tensor:
+def whole_on_cpu(tensor: Any) -> Tensor:
     """Return a copy on the CPU, whole if the tensor is sharded."""
     result: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return result.detach().to("cpu", copy=True)

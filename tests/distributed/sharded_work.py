@@ -13,7 +13,7 @@ from adapter_cases import NF4, loaded, with_lora
 from rank_trainers import DDP, as_launched
 from rank_work import device
 from tiny import tiny_model
-from trainer_cases import Gradients, grpo, whole
+from trainer_cases import Gradients, grpo, whole_on_cpu
 from vllm_stand_in import base_weights, standing_in
 
 import fastpack
@@ -45,7 +45,7 @@ def generated_over(*, sharded: bool, vllm: bool = False) -> dict[str, Any]:
         gradients = Gradients(trainer)
         trainer.train()
     before = plain_model.state_dict()
-    drifted = sum(not torch.equal(whole(weight), before[name]) for name, weight in base_weights(model).items())
+    drifted = sum(not torch.equal(whole_on_cpu(weight), before[name]) for name, weight in base_weights(model).items())
     return {
         "completions": completions,
         "gradients": gradients.steps,
